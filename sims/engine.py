@@ -320,11 +320,11 @@ class MujocoWorld:
         """
         elapsed = after[:, -1, 0] - before[:, 0]
         # Half a control step of tolerance: the clock is a sum of rounded timesteps.
-        bad = ~np.isfinite(after).all(axis=(1, 2)) | ~(elapsed > (after.shape[1] - 0.5) / self.task.fps)
-        if bad.any():
+        diverged_rows = ~np.isfinite(after).all(axis=(1, 2)) | ~(elapsed > (after.shape[1] - 0.5) / self.task.fps)
+        if diverged_rows.any():
             raise NonFiniteError(
-                f"The physics of '{self.task.name}' diverged in row(s) {rows[bad][:5].tolist()}: reset them; if it "
-                "happens again, use a smaller timestep or softer actuators."
+                f"The physics of '{self.task.name}' diverged in row(s) {rows[diverged_rows][:5].tolist()}: reset them; "
+                f"if it happens again, use a smaller timestep or softer actuators."
             )
 
     def _observe(

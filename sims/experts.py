@@ -129,11 +129,11 @@ class NoisyController:
         chances, random = draws[:, 0], draws[:, 1 : size + 1].reshape(actions.shape)
         normal = ndtri(np.maximum(draws[:, size + 1 :], 2.0**-54)).reshape(actions.shape)
         noisy = actions + noise.gaussian * 0.5 * (self._high - self._low) * normal
-        fresh = self._low + (self._high - self._low) * random
+        random_actions = self._low + (self._high - self._low) * random
         # A free row starts a spell with the chance that makes `random` the long-run share of steps in spells.
         chance = noise.random / (noise.random + noise.hold * (1.0 - noise.random))
         begin = (self._spell == 0) & (chances < chance)
-        self._held = np.where(begin[:, None], fresh, self._held)
+        self._held = np.where(begin[:, None], random_actions, self._held)
         self._spell = np.where(begin, noise.hold, self._spell)
         noisy = np.where(self._spell[:, None] > 0, self._held, noisy)
         self._spell = np.maximum(self._spell - 1, 0)

@@ -100,8 +100,8 @@ def cube_rests_at_goal(observation: Arrays, tolerance: float) -> np.ndarray:
     state, environment = observation[STATE], observation[ENVIRONMENT_STATE]
     offset = environment[..., TO_GOAL]
     at_goal = (length(offset[..., :2]) < tolerance) & (np.abs(offset[..., 2]) < 0.008)
-    still = length(environment[..., VELOCITY]) < 0.05
-    return at_goal & still & (parts(state)["gripper"] > RELEASED)
+    is_still = length(environment[..., VELOCITY]) < 0.05
+    return at_goal & is_still & (parts(state)["gripper"] > RELEASED)
 
 
 def length(vector: np.ndarray) -> np.ndarray:

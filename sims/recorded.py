@@ -99,8 +99,8 @@ class DemonstratedWorld:
         tasks = np.broadcast_to(-1 if options is None else options.get("task", -1), len(index))
         demonstrations = np.zeros(len(index), dtype=np.int64)
         for place, task in enumerate(tasks):
-            allowed = np.flatnonzero(self._instruction == task) if task >= 0 else np.arange(len(self._lengths))
-            demonstrations[place] = allowed[int(draws[place] * len(allowed))]
+            candidates = np.flatnonzero(self._instruction == task) if task >= 0 else np.arange(len(self._lengths))
+            demonstrations[place] = candidates[int(draws[place] * len(candidates))]
         first = self._frames_at(demonstrations, np.zeros((len(index), 1), dtype=np.int64))
         own_arrays = {"episode": demonstrations, "patched": np.zeros(len(index), dtype=np.int64)}
         self._episodes.start(index, first, instruction=self._instruction[demonstrations], own=own_arrays)
@@ -121,16 +121,16 @@ class DemonstratedWorld:
         # [R, C] control steps of the recording; those after its end repeat its last action.
         time = arrays["steps"][index, None] + np.arange(chunk)
         error = np.abs(actions - self._actions[self._first[episode, None] + np.minimum(time, length - 1)])
-        same = (error <= self._allowed + 1e-9).reshape(*time.shape, -1).all(-1)
-        failed = arrays["patched"][index, None] + np.cumsum(~same, axis=1) > self._patches
+        matches = (error <= self._allowed + 1e-9).reshape(*time.shape, -1).all(-1)
+        failed = arrays["patched"][index, None] + np.cumsum(~matches, axis=1) > self._patches
         advanced = episodes.advance(index, (time + 1 >= length) & ~failed, terminated=failed)
-        arrays["patched"][index] += (~same & advanced.live).sum(axis=1)
+        arrays["patched"][index] += (~matches & advanced.live).sum(axis=1)
 
         frames = self._frames_at(episode, np.minimum(time + 1, length))
         vectors = {key: value for key, value in frames.items() if not key.startswith(IMAGE_PREFIX)}
         trace = episodes.trace(index, vectors, advanced.length)
         episodes.update_history(index, episodes.extended_history(index, frames), advanced.length)
-        rewards = {"agreement": episodes.scatter(index, (same & advanced.live).astype(np.float64))}
+        rewards = {"agreement": episodes.scatter(index, (matches & advanced.live).astype(np.float64))}
         return episodes.step(trace, rewards, episodes.scatter(index, advanced.live))
 
     def snapshot(self, rows: Rows = None) -> Snapshot:

@@ -99,8 +99,8 @@ def restyle(model: mujoco.MjModel, style: int, strength: float = 1.0) -> None:
     """
     generator = numpy_generator(style, "style")
     model.mat_rgba[:] = _recoloured(model.mat_rgba, generator, strength)
-    plain = model.geom_matid < 0
-    model.geom_rgba[plain] = _recoloured(model.geom_rgba[plain], generator, strength)
+    without_material = model.geom_matid < 0
+    model.geom_rgba[without_material] = _recoloured(model.geom_rgba[without_material], generator, strength)
     for texture in range(model.ntex):
         begin, channels = model.tex_adr[texture], model.tex_nchannel[texture]
         size = model.tex_height[texture] * model.tex_width[texture] * channels

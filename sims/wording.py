@@ -69,13 +69,15 @@ def wording(task: Task, instructions: str = TRAINING, phrasing: str = PLAIN) -> 
     texts: list[str] = []
     goals: list[int] = []
     for index in indices:
-        plain = task.instructions[index]
-        paraphrases = task.paraphrases.get(plain, ())
+        wording_of_goal = task.instructions[index]
+        paraphrases = task.paraphrases.get(wording_of_goal, ())
         if phrasing != PLAIN and not paraphrases:
             raise ConfigError(
-                f"phrasing={phrasing}: '{task.name}' has no paraphrase of '{plain}' (`Task.paraphrases`)."
+                f"phrasing={phrasing}: '{task.name}' has no paraphrase of '{wording_of_goal}' (`Task.paraphrases`)."
             )
-        wordings = {PLAIN: (plain,), PARAPHRASED: tuple(paraphrases), ALL: (plain, *paraphrases)}[phrasing]
+        wordings = {PLAIN: (wording_of_goal,), PARAPHRASED: tuple(paraphrases), ALL: (wording_of_goal, *paraphrases)}[
+            phrasing
+        ]
         texts += wordings
         goals += [index] * len(wordings)
     return Wording(tuple(texts), np.array(goals), task.instructions)
@@ -90,10 +92,10 @@ def require_consistent(task: Task) -> None:
                     f"Task '{task.name}': {attribute} contains '{text}', which is not one of its instructions."
                 )
     texts = [*task.instructions, *(text for paraphrases in task.paraphrases.values() for text in paraphrases)]
-    twice = sorted({text for text in texts if texts.count(text) > 1})
-    if twice:
+    duplicates = sorted({text for text in texts if texts.count(text) > 1})
+    if duplicates:
         raise ConfigError(
-            f"Task '{task.name}' uses the paraphrase '{twice[0]}' for two instructions: every paraphrase needs "
+            f"Task '{task.name}' uses the paraphrase '{duplicates[0]}' for two instructions: every paraphrase needs "
             "one meaning."
         )
 
@@ -103,7 +105,7 @@ class InPlainWords:
 
     def __init__(self, controller: Controller, paraphrases: Mapping[str, Sequence[str]]):
         self.controller = controller
-        self._plain = {text: plain for plain, wordings in paraphrases.items() for text in wordings}
+        self._plain = {text: plain_text for plain_text, wordings in paraphrases.items() for text in wordings}
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the controller for `rows` [R], or for all when None."""

@@ -92,11 +92,11 @@ def find_structure(state: Tensor, next_state: Tensor, names: tuple[str, ...]) ->
     solution = torch.linalg.lstsq(design, samples[:, derived]).solution
     # What the fit leaves of a zero must be exactly 0, or every kept element would leak into every derived one.
     solution[solution.abs() < 1e-6] = 0.0
-    free = [index for index in independent if moves[index]]
+    free_elements = [index for index in independent if moves[index]]
     # Goals vary between episodes but not within them: kept, not free.
-    constant = [index for index in range(samples.shape[1]) if index not in free and index not in derived]
+    constant = [index for index in range(samples.shape[1]) if index not in free_elements and index not in derived]
     return StateStructure(
-        torch.tensor(free),
+        torch.tensor(free_elements),
         torch.tensor(constant, dtype=torch.int64),
         torch.tensor(derived, dtype=torch.int64),
         # Derived elements may rest on constants too, as "object minus goal" does.

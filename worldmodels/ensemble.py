@@ -152,12 +152,12 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         """
         data = recorded_transitions(episodes, self.state_vector)
         config, device = self.config, self.state_mean.device
-        won = data.won.nonzero()[:, 0]
+        successes = data.won.nonzero()[:, 0]
         while True:
             shape, generator_device = (config.members, config.batch_size), generator.device
             rows = torch.randint(len(data), shape, generator=generator, device=generator_device).cpu()
             batch = {name: getattr(data, name)[rows] for name in ("state", "action", "next_state", "reward")}
-            batch |= success_batch(data, rows[0], won, config.positive_share, generator)
+            batch |= success_batch(data, rows[0], successes, config.positive_share, generator)
             yield {name: value.to(device) for name, value in batch.items()}
 
     @torch.no_grad()

@@ -200,9 +200,11 @@ class ImaginedWorld:
     def _advance(self, index: slice | np.ndarray, future: Imagined) -> Advanced:
         """Count the steps of an imagined chunk [R, C] in the rows `index`, and mark ended episodes."""
         uncertainty, terminated = future.uncertainty.cpu().numpy(), future.terminated.cpu().numpy()
-        least = self._spec.least_return
-        success = self._looks_done(index, future) if least is None else self._earned(index, future, least)
-        if least is None:
+        success_return = self._spec.least_return
+        success = (
+            self._looks_done(index, future) if success_return is None else self._earned(index, future, success_return)
+        )
+        if success_return is None:
             # The model's success is not believed before it is debounced, so it must not end the episode here either.
             terminated &= ~future.success.cpu().numpy()
         advanced = self._episodes.advance(index, success, terminated=terminated, cut=self._cut(index, uncertainty))
@@ -217,8 +219,8 @@ class ImaginedWorld:
         # How many of the latest steps looked successful, after each of them: those since the latest that did not, or
         # since the chunk's beginning, where what was seen before it counts as well.
         place = np.arange(1, success.shape[1] + 1)
-        failed = np.maximum.accumulate(np.where(success, 0, place), axis=1)
-        streaks = place - failed + np.where(failed == 0, streak[index, None], 0)
+        last_failure = np.maximum.accumulate(np.where(success, 0, place), axis=1)
+        streaks = place - last_failure + np.where(last_failure == 0, streak[index, None], 0)
         streak[index] = streaks[:, -1]  # of a row that ends in the chunk nobody asks again
         return streaks >= self._debounce
 
@@ -247,12 +249,12 @@ class ImaginedWorld:
         uncertainty [R, C].
         """
         steps = self._episodes.arrays["steps"][index, None] + np.arange(1, uncertainty.shape[1] + 1)
-        cut = np.zeros(uncertainty.shape, dtype=bool)
+        truncated = np.zeros(uncertainty.shape, dtype=bool)
         if self._truncation.steps is not None:
-            cut |= steps >= self._truncation.steps
+            truncated |= steps >= self._truncation.steps
         if self._truncation.uncertainty is not None:
-            cut |= uncertainty > self._truncation.uncertainty
-        return cut
+            truncated |= uncertainty > self._truncation.uncertainty
+        return truncated
 
 
 def _scatter(whole: Latent, part: Latent, index: np.ndarray, rows: int) -> Latent:

@@ -150,8 +150,8 @@ class LatentEnsembleModel(nn.Module):
         )
         features = config.features * sum(key.startswith(IMAGE_PREFIX) for key in reads)
         # Nothing is known of the features' structure: behind the vectors, all of them are predicted.
-        free = torch.cat([state_structure.free, vector.size + torch.arange(features)])
-        model = cls(config, spec, reads, replace(state_structure, free=free), success_bonus(episodes), seed)
+        free_elements = torch.cat([state_structure.free, vector.size + torch.arange(features)])
+        model = cls(config, spec, reads, replace(state_structure, free=free_elements), success_bonus(episodes), seed)
         # Set here and not in the constructor: `restore` must not train the encoder of a finished model again.
         if config.encoder is None:
             model._learns_encoder = True
@@ -189,9 +189,9 @@ class LatentEnsembleModel(nn.Module):
         """Yield batches for `FrameAutoencoder.losses` indefinitely; the only state is `generator`."""
         images = {key: episodes.observation[key] for key in self.autoencoder.images}
         count, device = len(next(iter(images.values()))), self.ensemble.state_mean.device
-        some = torch.linspace(0, count - 1, min(count, SAMPLED)).long()
+        indices = torch.linspace(0, count - 1, min(count, SAMPLED)).long()
         variance = {
-            key: halved(value[some]).var(0, correction=0).mean().clamp_min(1e-6).to(device)
+            key: halved(value[indices]).var(0, correction=0).mean().clamp_min(1e-6).to(device)
             for key, value in images.items()
         }
         while True:

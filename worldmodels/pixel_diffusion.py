@@ -237,32 +237,32 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
         """Yield batches for `PixelDenoiser.losses` indefinitely; the only state is `generator`."""
         reader, config = self.reader, self.config
         data, device = SequenceData(episodes), reader.state_mean.device
-        for cut in data.sampler(config.context - 1, 1 + config.unroll, config.batch_size, generator):
-            states = reader.vector(cut.frames, slice(-1)).to(device)
+        for sequences in data.sampler(config.context - 1, 1 + config.unroll, config.batch_size, generator):
+            states = reader.vector(sequences.frames, slice(-1)).to(device)
             size = *states.shape[:-1], len(reader.structure.free)
             # Poses are off as they will be in imagination, where they come from the readout.
             noise = torch.randn(size, generator=generator, device=generator.device)
             yield {
-                "frames": reader.stack(cut.frames).to(device),
-                "actions": reader.standard("action", cut.actions.to(device)),
+                "frames": reader.stack(sequences.frames).to(device),
+                "actions": reader.standard("action", sequences.actions.to(device)),
                 "poses": reader.poses(reader.perturbed(states, noise)),
-                "valid": cut.valid.to(device),
+                "valid": sequences.valid.to(device),
             }
 
     def _imagine_frames(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
         """Return frames [n, 3, height, width, 3] around `steps`, the last two imagined one after the other."""
         reader, past = self.reader, self.config.context
-        cut = data.cut(steps, past, 1)
-        frames = reader.stack(cut.frames).to(reader.state_mean.device)
-        actions = reader.standard("action", cut.actions.to(frames.device))
-        poses = reader.poses(reader.vector(cut.frames, slice(None)).to(frames.device))
+        sequences = data.cut(steps, past, 1)
+        frames = reader.stack(sequences.frames).to(reader.state_mean.device)
+        actions = reader.standard("action", sequences.actions.to(frames.device))
+        poses = reader.poses(reader.vector(sequences.frames, slice(None)).to(frames.device))
         # The second frame follows an imagined one, so the readout meets this model's own errors in both.
         for step in range(2):
             noise = torch.randn(len(steps), 3, *reader.size, generator=generator).to(frames.device)
             window = slice(step, step + past)
             new = self.denoiser.next_frame(frames[:, window], actions[:, window], poses[:, step + past - 1], noise)
             # Where no step was recorded, the repeated true frame stays.
-            valid_rows = cut.valid[:, step + past - 1].to(frames.device)
+            valid_rows = sequences.valid[:, step + past - 1].to(frames.device)
             frames[valid_rows, step + past] = new[valid_rows]
         return frames[:, -3:]
 

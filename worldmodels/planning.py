@@ -136,8 +136,8 @@ class PlannedPolicy(nn.Module):
 def _require_same_task(policy: Policy, model: WorldModel) -> None:
     """Raise ConfigError when policy and model define an action, or a field that both read, differently."""
     policy_spec, its = policy.spec, fields_read(model)
-    both = {f"'{key}'": (field, its[key]) for key, field in policy_spec.observation.items() if key in its}
-    pairs = {**both, "actions": (policy_spec.action, model.spec.action)}
+    shared_fields = {f"'{key}'": (field, its[key]) for key, field in policy_spec.observation.items() if key in its}
+    pairs = {**shared_fields, "actions": (policy_spec.action, model.spec.action)}
     prefix = "The planning world model belongs to another task than the policy:"
     for label, (policy_field, model_field) in pairs.items():
         if policy_field.shape != model_field.shape:

@@ -44,7 +44,7 @@ def saved_configuration[Configuration](kind: type[Configuration], description: M
     Raises CheckpointError when the head is not built in, not installed and was not named by the user, and the errors of
     `from_plain`.
     """
-    plain = description["config"]
-    if SETTING in plain:
-        SUCCESS_HEADS.load_saved(plain[SETTING], "its world model")
-    return from_plain(kind, plain)
+    configuration = description["config"]
+    if SETTING in configuration:
+        SUCCESS_HEADS.load_saved(configuration[SETTING], "its world model")
+    return from_plain(kind, configuration)

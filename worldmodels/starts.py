@@ -49,9 +49,9 @@ def keyframes(episodes: Episodes, parts: int = 4) -> Tensor:
     """
     if episodes.reward is None:
         raise ConfigError("Keyframes need recorded rewards to measure progress, and this dataset has none.")
-    won = episodes.success if episodes.success is not None and bool(episodes.success.any()) else None
+    successes = episodes.success if episodes.success is not None and bool(episodes.success.any()) else None
     starts = []
-    for episode in range(len(episodes)) if won is None else won.nonzero()[:, 0].tolist():
+    for episode in range(len(episodes)) if successes is None else successes.nonzero()[:, 0].tolist():
         start, length = int(episodes.starts[episode]), int(episodes.lengths[episode])
         progress = episodes.reward[start : start + length].cumsum(0)
         # Steps before which the summed reward [length] passes each part of its largest value, if it rises all the way.

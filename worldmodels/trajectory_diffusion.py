@@ -106,8 +106,8 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         rows = beginnings(episodes, self.config.length)
         while True:
             indices = torch.randint(len(rows), (self.config.batch_size,), generator=generator, device=generator.device)
-            cut = data.cut(rows[indices.cpu()], 0, self.config.length)
-            yield {"steps": (self._channels(cut).to(device) - self.mean) / self.std}
+            sequences = data.cut(rows[indices.cpu()], 0, self.config.length)
+            yield {"steps": (self._channels(sequences).to(device) - self.mean) / self.std}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"trajectories": [N]}, EDM's weighted error. batch: "steps" [N, L, 2 S + A], standardised."""
@@ -147,9 +147,9 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         before, actions, after = (each.flatten(0, 1) for each in (state[:, :-1], action[:, :-1], state[:, 1:]))
         success = self.heads.succeeded(after)
         reward = self.heads.progress(before, actions, after) + self.heads.bonus * success
-        won = success.reshape(len(steps), -1).long()
+        success_steps = success.reshape(len(steps), -1).long()
         # True up to the first success, that step included: before it both sides are 0, at it both are 1.
-        valid_mask = (won.cumsum(1) == won).flatten()
+        valid_mask = (success_steps.cumsum(1) == success_steps).flatten()
         terminated = success[valid_mask]
         return Transitions(
             before[valid_mask], actions[valid_mask], reward[valid_mask], after[valid_mask], terminated, terminated
@@ -203,10 +203,10 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         # The last drawn change leads out of the subsequence, so it constrains none of its states.
         target = trust * states.double().mT + step_trust * (change[:, :-1].double().mT @ difference)
         state = torch.linalg.solve(sides, target[..., None])[..., 0].mT.to(steps.dtype)
-        fixed = structure.constant
+        constants = structure.constant
         # A constant has a deviation within the data but none within an episode: its best estimate is the mean of all
         # steps.
-        state[..., fixed] = states[..., fixed].mean(1, keepdim=True)
+        state[..., constants] = states[..., constants].mean(1, keepdim=True)
         return torch.cat([structure.complete(state), actions], -1)
 
 

@@ -190,8 +190,10 @@ def train_model(world: World, episodes: Episodes, scale: Scale, seed: int) -> En
 
 def imagined_error(model: EnsembleModel, actor: Policy, shown: Episodes, scale: Scale, seed: int) -> float:
     """Return how far imagined rollouts are from the simulator's, in standard deviations of recorded states."""
-    inside = ImaginedWorld(model, recorded_starts(shown), scale.imagined)
-    episodes = record(inside, actor, episode_seeds(seed, "imagined", scale.imagined), generator=Generators(seed)["act"])
+    imagined_world = ImaginedWorld(model, recorded_starts(shown), scale.imagined)
+    episodes = record(
+        imagined_world, actor, episode_seeds(seed, "imagined", scale.imagined), generator=Generators(seed)["act"]
+    )
     data, spread = (
         recorded_transitions(episodes),
         recorded_transitions(shown).state.std(0, correction=0).clamp_min(1e-6),
@@ -199,8 +201,8 @@ def imagined_error(model: EnsembleModel, actor: Policy, shown: Episodes, scale: 
     long = episodes.lengths >= scale.steps
     first = episodes.starts[long]
     index = first[:, None] + torch.arange(scale.steps)
-    true = replay(data.state[first], data.action[index])
-    return float(((data.next_state[index] - true) / spread).square().mean().sqrt())
+    true_states = replay(data.state[first], data.action[index])
+    return float(((data.next_state[index] - true_states) / spread).square().mean().sqrt())
 
 
 def following_error(model: EnsembleModel, episodes: Episodes, horizon: int = 10) -> float:

@@ -80,18 +80,18 @@ def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict
     chunk, results = course_of(task).chunk, dict[str, Any]()
     for share in ANSWERED.get(kind, tuple(SHARES)):
         steps = round(SHARES[share] * chunk)
-        late, case = kind in ANSWERED, (config, root, task, seed)
-        if late:
+        is_late, case = kind in ANSWERED, (config, root, task, seed)
+        if is_late:
             place = decides_ahead(*case, steps) if kind == AHEAD else finetuned(*case, steps)
         else:
             place = trained(*case, kind == GIVEN)
-        run_config = compose([*settings_of(*case), *([_latency(steps)] if late else [])])
+        run_config = compose([*settings_of(*case), *([_latency(steps)] if is_late else [])])
         device = choose_device(run_config.run)
         policy = load_policy(place / "checkpoint", device)
         world = build_world(run_config.world, policy, episodes=EPISODES, device=device)
-        acting = policy if late else with_chunking(policy, kind, Delay(steps, positions=("gripper",)))
+        acting = policy if is_late else with_chunking(policy, kind, Delay(steps, positions=("gripper",)))
         meter = SmoothnessMeter(
-            acting.seams if isinstance(acting, HasSeams) else (0,), 0 if late else steps, policy.spec.action
+            acting.seams if isinstance(acting, HasSeams) else (0,), 0 if is_late else steps, policy.spec.action
         )
         seeds = episode_seeds(seed, "evaluate", EPISODES)
         result = evaluate_policy(
@@ -114,14 +114,14 @@ def course_of(task: str) -> Course:
 
 def recorded(config: Config, root: Path, task: str, seed: int) -> Path:
     """Return the dataset that a task's policies learn from, after recording what is missing."""
-    folder, shared = root / task / "collect" / "ahead" / str(seed), settings_of(config, root, task, seed)
+    folder, shared_settings = root / task / "collect" / "ahead" / str(seed), settings_of(config, root, task, seed)
     if not is_complete(folder):
         course = course_of(task)
         play = list(course.data)
         if course.cloned:
             run_variant(config, root, task, "tuned", TUNED, seed)
             play.append(f"collect.policy={root / task / 'finetune' / 'tuned' / str(seed) / 'checkpoint'}")
-        collect.run(compose([*shared, "run.name=ahead", *play]))
+        collect.run(compose([*shared_settings, "run.name=ahead", *play]))
     return folder / "dataset"
 
 
@@ -157,8 +157,8 @@ def _imitated(config: Config, root: Path, task: str, seed: int, name: str, setti
     folder = root / task / "train" / name / str(seed)
     if not is_complete(folder):
         data = recorded(config, root, task, seed)
-        more = "train.fit.steps=12000", "train.evaluate_episodes=0", f"train.data={data}", f"run.name={name}"
-        train.run(compose([*settings_of(config, root, task, seed), *settings, *more]))
+        arguments = "train.fit.steps=12000", "train.evaluate_episodes=0", f"train.data={data}", f"run.name={name}"
+        train.run(compose([*settings_of(config, root, task, seed), *settings, *arguments]))
     return folder
 
 

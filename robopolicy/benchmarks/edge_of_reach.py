@@ -223,8 +223,8 @@ def random_play(world: MujocoWorld, seed: int) -> tuple[Transitions, Starts]:
         step = part.step
         rows = np.flatnonzero(part.running)
         reward, following = torch.from_numpy(step.reward[:, 0]).float(), interface.state(step.observation)
-        every = Transitions(state, action, reward, following, torch.from_numpy(step.terminated))
-        parts.append(every.take(torch.from_numpy(rows)))
+        transitions = Transitions(state, action, reward, following, torch.from_numpy(step.terminated))
+        parts.append(transitions.take(torch.from_numpy(rows)))
         frames.append({key: value[rows] for key, value in before.items()})
         snapshots.append(snapshot.take(rows).arrays)
         if sum(map(len, parts)) >= RECORDED:

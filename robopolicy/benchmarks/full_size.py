@@ -203,7 +203,7 @@ def write_configuration(kind: str, folder: Path) -> Any:
     outputs = {"action": PolicyFeature(FeatureType.ACTION, shapes["action"])}
     statistics = {key: {"mean": torch.zeros(shape), "std": torch.ones(shape)} for key, shape in shapes.items()}
     words = tokenizer_of(word for instruction in instructions for word in instruction.split())
-    shared = {
+    shared_config = {
         **SHARED,
         "chunk_size": OWN.chunk,
         "input_features": inputs,
@@ -212,7 +212,7 @@ def write_configuration(kind: str, folder: Path) -> Any:
         "push_to_hub": False,
     }
     make = _smolvla if kind == "smolvla" else _pi0
-    config, processors = make(folder, words, shared, statistics)
+    config, processors = make(folder, words, shared_config, statistics)
     for part in (config, *processors):
         part.save_pretrained(folder)
     return config

@@ -120,14 +120,14 @@ def path_of(folder: Path, name: str) -> Path:
 
 def prepared(config: Config, root: Path, task: str, seed: int) -> Attack:
     """Return a policy, its log, judges of the log and what candidates are made of, after making what is missing."""
-    shared = [*SETTINGS, *settings_of(config, root, task, seed)]
-    device = choose_device(compose(shared).run)
+    shared_settings = [*SETTINGS, *settings_of(config, root, task, seed)]
+    device = choose_device(compose(shared_settings).run)
     path = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
     log = logged(config, root, task, "diffusion", seed)
-    model = partial(model_of, shared, root / task, log, seed)
+    model = partial(model_of, shared_settings, root / task, log, seed)
     models = ",".join(str(model(name)) for name in ("judge", "judge_2"))
     places = f"offline.dataset={log}", f"offline.policy={path}", f"gate.models=[{models}]"
-    run_config = compose([*shared, *places])
+    run_config = compose([*shared_settings, *places])
     policy = require_trainable(load_policy(path, device))
     training, held_out = split_data(run_config, policy, device)
     lesson = learn_critic(run_config, policy, training, RunFolder(root / task / "critic" / str(seed)), device)
@@ -179,7 +179,7 @@ def asked(attack: Attack, policy: Policy, label: str) -> Values:
 
 def verdicts(config: Config, base: Values, found: Values) -> dict[str, Any]:
     """Return a candidate's true improvement with its interval, and what every judge says of it."""
-    true, section = compare_paired(np.array(base["success"]), np.array(found["success"])), config.gate
+    comparison, section = compare_paired(np.array(base["success"]), np.array(found["success"])), config.gate
     judgements: dict[str, Any] = {}
     for name, values in found["values"].items():
         pair = np.array(values), np.array(base["values"][name])
@@ -189,7 +189,12 @@ def verdicts(config: Config, base: Values, found: Values) -> dict[str, Any]:
     return {
         "family": found["family"],
         "planted": found["planted"],
-        "true": {"success": true.tuned, "difference": true.difference, "low": true.low, "high": true.high},
+        "true": {
+            "success": comparison.tuned,
+            "difference": comparison.difference,
+            "low": comparison.low,
+            "high": comparison.high,
+        },
         "judges": judgements,
     }
 
@@ -208,23 +213,23 @@ def ten_rounds(arm: str, attack: Attack) -> Values:
         name = OFFERED[place]
         candidate = CANDIDATES[name].make(material, incumbent, material.draws(f"round {number}: {name}"))
         verdict = None if gate is None else gate.decide(candidate, incumbent)
-        accepted = verdict is None or verdict.accepted
-        if accepted:
+        is_accepted = verdict is None or verdict.accepted
+        if is_accepted:
             incumbent, success = candidate, attack.success(candidate, f"{arm}, round {number}")
-        true = compare_paired(base, success)
+        comparison = compare_paired(base, success)
         records.append(
             {
                 "candidate": name,
                 "planted": CANDIDATES[name].planted,
-                "accepted": accepted,
+                "accepted": is_accepted,
                 "gate": "" if verdict is None else verdict.line(f"round {number}"),
-                "success": true.tuned,
-                "difference": true.difference,
-                "low": true.low,
-                "high": true.high,
+                "success": comparison.tuned,
+                "difference": comparison.difference,
+                "low": comparison.low,
+                "high": comparison.high,
             }
         )
-        output.print(f"{arm}, round {number}, {name}: accepted {accepted}, true success {true.tuned:.1%}")
+        output.print(f"{arm}, round {number}, {name}: accepted {is_accepted}, true success {comparison.tuned:.1%}")
     return {"base": rate_of(int(base.sum()), len(base)), "records": records}
 
 
@@ -240,7 +245,7 @@ def confusion(rows: Sequence[Mapping[str, Any]], judges: Sequence[str]) -> dict[
         count = counts[kind_of(row["true"])]
         count[0] += all(row["judges"][name]["better"] for name in judges)
         count[1] += 1
-    return {kind: (accepted, every) for kind, (accepted, every) in counts.items()}
+    return {kind: (accepted_count, total) for kind, (accepted_count, total) in counts.items()}
 
 
 def ranked(seeds: Iterable[Mapping[str, Any]], judge: str) -> list[float]:
@@ -294,11 +299,11 @@ def _families_table(task: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     for family in dict.fromkeys(row["family"] for row in rows):
         family_rows = [row for row in rows if row["family"] == family]
         gains = 100 * np.array([row["true"]["difference"] for row in family_rows])
-        one, both = (confusion(family_rows, COMBINATIONS[name]) for name in ("model", "both models"))
+        by_one, by_both = (confusion(family_rows, COMBINATIONS[name]) for name in ("model", "both models"))
         spread = f"{gains.mean():+.1f} ({gains.min():+.1f} to {gains.max():+.1f})"
-        counts = [str(one[kind][1]) for kind in ("bad", "good", "undecided")]
-        accepted = [str(each[kind][0]) for kind in ("bad", "good") for each in (one, both)]
-        lines.append([family, spread, *counts, *accepted])
+        counts = [str(by_one[kind][1]) for kind in ("bad", "good", "undecided")]
+        accepted_counts = [str(each[kind][0]) for kind in ("bad", "good") for each in (by_one, by_both)]
+        lines.append([family, spread, *counts, *accepted_counts])
     return Table(f"{task}: what was offered, in points of success", header, lines)
 
 

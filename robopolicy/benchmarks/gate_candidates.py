@@ -203,9 +203,9 @@ def tuned(model: str, iterations: int) -> Make:
         candidate = copy.deepcopy(policy)
         section = material.config.finetune
         seed = generators.seed
-        device, inside = generators.device, material.config.world.imagined_by(material.model(model))
+        device, imagined_section = generators.device, material.config.world.imagined_by(material.model(model))
         prepare(candidate, material.config)
-        world = build_world(inside, candidate, batch_size=section.num_envs, seed=seed, device=device)
+        world = build_world(imagined_section, candidate, batch_size=section.num_envs, seed=seed, device=device)
         settings = replace(narrowed(FinetuneConfig, section), iterations=iterations, target_success=None)
         finetune(candidate, build_critic(world, section, seed).to(device), world, settings, seed=seed)
         world.close()

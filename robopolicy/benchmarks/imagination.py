@@ -121,14 +121,14 @@ def tuned_in_imagination(config: Config, root: Path, task: str, name: str, seed:
     folder = root / task / "imagine" / label / str(seed)
     if not is_complete(folder):
         base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
-        shared = settings_of(config, root, task, seed)
-        knows_base = compose(shared).worldmodel.include_base if arm.knows_base is None else arm.knows_base
+        shared_settings = settings_of(config, root, task, seed)
+        knows_base = compose(shared_settings).worldmodel.include_base if arm.knows_base is None else arm.knows_base
         model_settings = (*arm.described, f"worldmodel.policies=[{base}]") if knows_base else arm.described
         model = modelled(config, root, task, arm.model, seed, model_settings) / "checkpoint"
         paths = [f"finetune.policy={base}", f"imagine.model={model}"]
         if EXPERTS in arm.settings:
             paths.append(f"finetune.experts=[{demonstrations(root, task, seed)}]")
-        run = [*shared, f"run.name={label}", *paths, *arm.settings]
+        run = [*shared_settings, f"run.name={label}", *paths, *arm.settings]
         imagine.run(compose(run))
     return folder
 

@@ -98,9 +98,9 @@ def taught(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[
     place = root / TASK / "teach" / arm / str(seed)
     if not is_complete(place):
         output.print(Rule(f"[bold]{ARMS[arm]}, seed {seed}", align="left"))
-        more = "teach.teacher=expert", "teach.rounds=8", "teach.episodes=200", "teach.evaluate_episodes=0"
+        arguments = "teach.teacher=expert", "teach.rounds=8", "teach.episodes=200", "teach.evaluate_episodes=0"
         settings = f"run.name={arm}", "teach.videos=0"
-        teach.run(compose([*more, *settings, *settings_of(config, root, TASK, seed, TAUGHT[arm])]))
+        teach.run(compose([*arguments, *settings, *settings_of(config, root, TASK, seed, TAUGHT[arm])]))
     return place / "checkpoint", {"env_steps": read_json(place / "result.json")["env_steps"]}
 
 

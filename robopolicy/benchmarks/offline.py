@@ -185,15 +185,15 @@ class Case:
         folder, settings = self.place("train", slug(name)), CORRECTIONS[name]
         if not is_complete(folder):
             self.announce(f"learning from {name}")
-            more: list[str] = []
+            arguments: list[str] = []
             if settings:
                 actor = () if name in BY_EXPERT else (f"collect.policy={self.base('diffusion')}",)
                 seed = f"run.seed={self.seed + BEYOND}"
                 collect.run(self.settings(*settings, *actor, seed, f"run.name={slug(name)}"))
-                more = [f"train.extra_datasets=[{self.place('collect', slug(name), BEYOND)}/dataset]"]
+                arguments = [f"train.extra_datasets=[{self.place('collect', slug(name), BEYOND)}/dataset]"]
             self.base("diffusion")
             data = f"train.data={self.place('collect', 'data')}/dataset"
-            train.run(self.settings(*BASES["diffusion"].of(self.task), data, *more, f"run.name={slug(name)}"))
+            train.run(self.settings(*BASES["diffusion"].of(self.task), data, *arguments, f"run.name={slug(name)}"))
         return {"tuned": short(read_json(folder / "result.json")["policy"]["deterministic"])}
 
 
@@ -214,16 +214,18 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
     result_tables: list[Table] = []
     for task, seeds in figures["tasks"].items():
         parts = {part: [each[part] for each in seeds.values() if part in each] for part in PARTS}
-        over = f"mean over {len(seeds)} seeds (range), each seed [Wilson 95 %]"
+        seeds_text = f"mean over {len(seeds)} seeds (range), each seed [Wilson 95 %]"
         if parts["ways"]:
             lines = [line for base in ("diffusion", "flow") for line in _ways(parts["ways"], base)]
-            result_tables.append(Table(f"{task}, candidates of a policy's own log: {over}", [*WAYS_HEADER], lines))
+            result_tables.append(
+                Table(f"{task}, candidates of a policy's own log: {seeds_text}", [*WAYS_HEADER], lines)
+            )
         if parts["agents"]:
             rows = parts["agents"]
             lines = [_line("the policy that recorded", [each[AGENTS[0]] for each in rows], "base")[:3]]
             lines += [_line(name, [each[name] for each in rows], "tuned")[:3] for name in AGENTS]
             result_tables.append(
-                Table(f"{task}, agents that decide themselves: {over}", ["agent", "success", "each seed"], lines)
+                Table(f"{task}, agents that decide themselves: {seeds_text}", ["agent", "success", "each seed"], lines)
             )
         if parts["deployment"]:
             result_tables.append(_deployment(task, parts["deployment"]))
@@ -231,7 +233,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
             rows = parts["corrections"]
             lines = [_line(name, [each[name] for each in rows], "tuned")[:3] for name in CORRECTIONS]
             header = ["learns from the demonstrations and", "success", "each seed"]
-            result_tables.append(Table(f"{task}, operators that correct: {over}", header, lines))
+            result_tables.append(Table(f"{task}, operators that correct: {seeds_text}", header, lines))
     return result_tables
 
 

@@ -90,13 +90,13 @@ def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict
         "deterministic_success", result["base"]["deterministic"]["success_rate"]
     )
     curve = [(each.get("env_steps", 0), each["deterministic_success"]) for each in evaluations]
-    early = {
+    early_success = {
         str(each["updates"]): each["deterministic_success"] for each in evaluations if each.get("updates") in EARLY
     }
     return {
         **results,
         "begins": first_rate,
-        "early": early,
+        "early": early_success,
         "curve": curve,
         "env_steps": result["env_steps"],
         "seconds": result["seconds"],
@@ -106,20 +106,20 @@ def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict
 
 def learn(config: Config, root: Path, task: str, name: str, seed: int) -> None:
     """Run an arm, after what it begins with."""
-    arm, shared = ARMS[name], settings_of(config, root, task, seed)
+    arm, shared_settings = ARMS[name], settings_of(config, root, task, seed)
     policy = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
     data = [f"online.dataset={logged(config, root, task, 'diffusion', seed)}"] if arm.logged else []
     output.print(Rule(f"[bold]{task}, seed {seed}: {arm.title}", align="left"))
     if not arm.rows:
         settings = f"online.steps={STEPS}", *SMALL, *WATCHED, *arm.settings, f"online.policy={policy}"
-        online.run(compose([*settings, *shared, *data, f"run.name={name}"]))
+        online.run(compose([*settings, *shared_settings, *data, f"run.name={name}"]))
         return
-    settings = [f"finetune.num_envs={arm.rows}", "finetune.target_success=null", "finetune.videos=0", *shared]
-    usual = compose(settings)
+    settings = [f"finetune.num_envs={arm.rows}", "finetune.target_success=null", "finetune.videos=0", *shared_settings]
+    base_config = compose(settings)
     steps_per_iteration = (
-        arm.rows * usual.finetune.rollout_length * usual.policy.config.chunk
+        arm.rows * base_config.finetune.rollout_length * base_config.policy.config.chunk
     )  # control steps an iteration, at most
-    iterations = max(1, usual.online.steps // steps_per_iteration)
+    iterations = max(1, base_config.online.steps // steps_per_iteration)
     arguments = f"finetune.iterations={iterations}", f"finetune.policy={policy}", f"run.name={name}"
     finetune.run(compose([*settings, *arguments]))
 

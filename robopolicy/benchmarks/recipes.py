@@ -57,9 +57,9 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 def settings_of(config: Config, root: Path, recipe: str, seed: int) -> Config:
     """Return the configuration of all stages of a recipe, named by its threads where there are not as many as usual."""
     settings = [f"recipe={recipe}", f"run.root={root}", f"run.seed={seed}", *config.bench.overrides]
-    usual = compose(settings)
-    other = _other_threads(usual)
-    return compose([*settings, f"run.name={run_name(usual)}{other}"]) if other else usual
+    base_config = compose(settings)
+    other = _other_threads(base_config)
+    return compose([*settings, f"run.name={run_name(base_config)}{other}"]) if other else base_config
 
 
 def _other_threads(chosen: Config) -> str:

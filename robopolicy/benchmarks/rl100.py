@@ -41,12 +41,12 @@ def measure(config: Config, root: Path, task: str, seed: str) -> dict[str, Any]:
     """Return what every stage came to on one task and seed; see `stage_summary`."""
     folder = root / "pipeline" / task / seed
     overrides = ",".join(f"'{each}'" for each in config.bench.overrides)
-    shared = [f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"]
+    shared_settings = [f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"]
     if not is_complete(folder):
         arguments = [f"pipeline.recipe={task}", f"pipeline.overrides=[{overrides}]"]
-        pipeline.run(compose([f"recipe={PIPELINES.get(task, 'rl100')}", *shared, *arguments]))
+        pipeline.run(compose([f"recipe={PIPELINES.get(task, 'rl100')}", *shared_settings, *arguments]))
     result_of_pipeline = read_json(folder / "result.json")
-    alone: dict[str, Any] = {}
+    single_stages: dict[str, Any] = {}
     for row, settings in ALONE.items():
         name = f"{task}_{row.rpartition(' ')[-1]}"
         if not is_complete(root / "offline" / name / seed):
@@ -56,10 +56,12 @@ def measure(config: Config, root: Path, task: str, seed: str) -> dict[str, Any]:
                 f"offline.policy={result_of_pipeline['folders']['imitation']}/checkpoint",
                 f"run.name={name}",
             ]
-            offline.run(compose([f"recipe={task}", *shared, *config.bench.overrides, *settings, *offline_arguments]))
+            offline.run(
+                compose([f"recipe={task}", *shared_settings, *config.bench.overrides, *settings, *offline_arguments])
+            )
         result = read_json(root / "offline" / name / seed / "result.json")
-        alone[row] = stage_summary("offline", result, result["seconds"])
-    return {**result_of_pipeline["stages"], **alone}
+        single_stages[row] = stage_summary("offline", result, result["seconds"])
+    return {**result_of_pipeline["stages"], **single_stages}
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
@@ -77,7 +79,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
                     spread_text(each[mode]["success_rate"] for each in metrics)
                     for mode in ("deterministic", "stochastic")
                 ]
-            accepted = [f"{each['accepted']}" for each in summaries if "accepted" in each]
+            accepted_texts = [f"{each['accepted']}" for each in summaries if "accepted" in each]
             faster = [f"{each['times_faster']:.1f} times as fast" for each in summaries if "times_faster" in each]
             steps = [each["world_steps"] for each in summaries if each["world_steps"] is not None]
             lines.append(
@@ -86,13 +88,17 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
                     *rates,
                     f"{sum(steps) / len(steps):,.0f}" if steps else "",
                     f"{sum(each['seconds'] for each in summaries) / len(summaries) / 60:.1f}",
-                    ", ".join(faster) if faster else f"{' / '.join(accepted)} of 3 accepted" if accepted else "",
+                    ", ".join(faster)
+                    if faster
+                    else f"{' / '.join(accepted_texts)} of 3 accepted"
+                    if accepted_texts
+                    else "",
                 ]
             )
         header = ["stage", "success", "with exploration noise", "world steps", "minutes", "by seed"]
         episodes = next(iter(seeds.values()))["imitation"]["policy"]["deterministic"]["episodes"]
-        over = "one seed" if len(seeds) == 1 else f"mean over {len(seeds)} seeds (lowest to highest)"
-        title = f"{task}: {over}, {episodes} paired episodes"
+        seeds_text = "one seed" if len(seeds) == 1 else f"mean over {len(seeds)} seeds (lowest to highest)"
+        title = f"{task}: {seeds_text}, {episodes} paired episodes"
         result_tables.append(Table(title, header, lines))
         for seed, stages in seeds.items():
             metrics_of_stage = {stage: stages[stage]["policy"]["deterministic"] for stage in JUDGED if stage in stages}

@@ -186,11 +186,11 @@ def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> P
     recording, recording_settings = recorded_for(task, name)
     base = root / task / "train" / name / str(seed)
     if not is_complete(base):
-        shared = settings_of(config, root, task, seed)
+        shared_settings = settings_of(config, root, task, seed)
         output.print(Rule(f"[bold]{task}, {name}, seed {seed}", align="left"))
-        collect.run(compose([*shared, f"run.name={recording}", *recording_settings]))
+        collect.run(compose([*shared_settings, f"run.name={recording}", *recording_settings]))
         data = demonstrations(root, task, seed, recording)
-        train.run(compose([*shared, f"run.name={name}", *BASES[name].of(task), f"train.data={data}"]))
+        train.run(compose([*shared_settings, f"run.name={name}", *BASES[name].of(task), f"train.data={data}"]))
     return base
 
 
@@ -199,8 +199,8 @@ def logged(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
     run_folder = root / task / "collect" / f"log_{name}" / str(seed)
     if not is_complete(run_folder):
         policy = pretrained(config, root, task, name, seed) / "checkpoint"
-        shared = settings_of(config, root, task, seed)
-        collect.run(compose([*LOG, *shared, f"collect.policy={policy}", f"run.name=log_{name}"]))
+        shared_settings = settings_of(config, root, task, seed)
+        collect.run(compose([*LOG, *shared_settings, f"collect.policy={policy}", f"run.name=log_{name}"]))
     return run_folder / "dataset"
 
 
@@ -211,14 +211,14 @@ def modelled(config: Config, root: Path, task: str, label: str, seed: int, setti
     """
     folder = root / task / "worldmodel" / label / str(seed)
     if not is_complete(folder):
-        shared = settings_of(config, root, task, seed)
+        shared_settings = settings_of(config, root, task, seed)
         camera_settings = [setting for setting in settings if setting.startswith("world.")]
         output.print(Rule(f"[bold]{task}, world model {label}, seed {seed}", align="left"))
         data = f"data_{label}" if camera_settings else "data"
-        collect.run(compose([*shared, *camera_settings, f"run.name={data}"]))
+        collect.run(compose([*shared_settings, *camera_settings, f"run.name={data}"]))
         recordings = demonstrations(root, task, seed, data)
         arguments = [f"run.name={label}", f"worldmodel.data=[{recordings}]", "worldmodel.include_base=false"]
-        worldmodel.run(compose([*shared, *arguments, *settings]))
+        worldmodel.run(compose([*shared_settings, *arguments, *settings]))
     return folder
 
 

@@ -81,11 +81,11 @@ def imitation(
     config: Config, root: Path, task: str, seed: int, name: str = "seen", more: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Imitate demonstrations that cameras filmed; name: of the run, more: its settings."""
-    shared, place = seeing(config, root, task, seed), root / task / "train" / name / str(seed)
+    shared_settings, place = seeing(config, root, task, seed), root / task / "train" / name / str(seed)
     data_folder = root / task / "collect" / "seen" / str(seed)
     if not is_complete(place):
-        collect.run(compose([*DEMONSTRATIONS, *shared]))
-        train.run(compose([f"run.name={name}", f"train.data={data_folder / 'dataset'}", *more, *shared]))
+        collect.run(compose([*DEMONSTRATIONS, *shared_settings]))
+        train.run(compose([f"run.name={name}", f"train.data={data_folder / 'dataset'}", *more, *shared_settings]))
     return _figures(read_json(place / "result.json"), "policy", read_json(data_folder / "result.json")["steps"])
 
 
@@ -94,8 +94,8 @@ def ppo(config: Config, root: Path, task: str, seed: int, name: str = "seen") ->
     place = root / task / "finetune" / name / str(seed)
     if not is_complete(place):
         policy = root / task / "train" / name / str(seed) / "checkpoint"
-        more = "finetune.train_encoder=false", f"run.name={name}", f"finetune.policy={policy}"
-        finetune.run(compose([*more, *seeing(config, root, task, seed)]))
+        arguments = "finetune.train_encoder=false", f"run.name={name}", f"finetune.policy={policy}"
+        finetune.run(compose([*arguments, *seeing(config, root, task, seed)]))
     result = read_json(place / "result.json")
     return _figures(result, "tuned", result["env_steps"])
 
@@ -126,8 +126,8 @@ def _taught(config: Config, root: Path, task: str, seed: int, name: str, teacher
 
 
 def _figures(result: Mapping[str, Any], who: str, steps: int) -> dict[str, Any]:
-    both = {mode: short(result[who][mode]) for mode in ("deterministic", "stochastic")}
-    return {**both, "env_steps": steps}
+    rates = {mode: short(result[who][mode]) for mode in ("deterministic", "stochastic")}
+    return {**rates, "env_steps": steps}
 
 
 LEARN: dict[str, Callable[[Config, Path, str, int], dict[str, Any]]] = {

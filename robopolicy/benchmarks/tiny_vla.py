@@ -119,7 +119,7 @@ def write_tiny(kind: str, folder: Path, dataset: Path, camera: str, sizes: Sizes
     statistics = {
         key: {name: torch.tensor(value) for name, value in file_statistics[key].items()} for key in (*inputs, "action")
     }
-    shared = {
+    shared_config = {
         "input_features": inputs,
         "output_features": outputs,
         "chunk_size": sizes.chunk,
@@ -139,7 +139,7 @@ def write_tiny(kind: str, folder: Path, dataset: Path, camera: str, sizes: Sizes
     ):
         torch.manual_seed(seed)
         make = _smolvla if kind == "smolvla" else _pi0
-        config, processors = make(folder, words, sizes, shared, statistics)
+        config, processors = make(folder, words, sizes, shared_config, statistics)
         policy = get_policy_class(kind)(config)
         spread(policy)
         for part in (policy, *processors):

@@ -162,8 +162,8 @@ def truth_by_guidance(seed: int, scale: Scale) -> dict[str, Any]:
         state, action = steps[..., : model.states], steps[..., model.states : model.states + model.actions]
         action = action.clamp(interface.low, interface.high)
         flat = likelihood(target, interface)(state.flatten(0, 1), action.flatten(0, 1)).detach()
-        true = replay(state[:, 0], action[:, :-1])
-        error = ((state[:, 1:] - true) / spread).square().mean((0, 2)).sqrt()
+        true_states = replay(state[:, 0], action[:, :-1])
+        error = ((state[:, 1:] - true_states) / spread).square().mean((0, 2)).sqrt()
         results["guidance"][str(strength)] = {"log_likelihood": float(flat.mean()), "error_after_steps": by_step(error)}
     world.close()
     return results
@@ -217,8 +217,8 @@ def _ensemble_error(
         latent, _ = model.imagine(latent, action)
         states.append(latent["state"])
         actions.append(action)
-    true = replay(state, torch.stack(actions, 1))
-    error = ((torch.stack(states, 1) - true) / spread).square().mean((0, 2)).sqrt()
+    true_states = replay(state, torch.stack(actions, 1))
+    error = ((torch.stack(states, 1) - true_states) / spread).square().mean((0, 2)).sqrt()
     return {"error_after_steps": by_step(error)}
 
 

@@ -182,11 +182,11 @@ def compared(config: Config, checkpoint: Path) -> dict[str, float]:
     observation = to_tensors(world.reset(seeds=episode_seeds(config.run.seed, "compared", COMPARED)))
     world.close()
     decision = policy.act(observation, torch.Generator().manual_seed(0))
-    again = policy.log_prob(observation, decision.latents)
+    second_scores = policy.log_prob(observation, decision.latents)
     decision_deterministic = policy.act(observation, torch.Generator().manual_seed(0), deterministic=True)
     lerobot_actions = lerobots_chunk(checkpoint, observation, decision_deterministic.latents["chain"][:, 0])
     return {
-        "score_difference": float((again.logp - decision.logp).abs().max()),
+        "score_difference": float((second_scores.logp - decision.logp).abs().max()),
         "action_difference": float((lerobot_actions - decision_deterministic.actions).abs().max()),
     }
 
@@ -210,7 +210,7 @@ def lerobots_chunk(checkpoint: Path, observation: TensorObservation, noise: Tens
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return success before and after, with and without exploration noise, and what LeRobot makes of the checkpoint."""
-    success, same = [], []
+    success, difference_rows = [], []
     for arm, seed_rows in figures["kinds"].items():
         rows = list(seed_rows.values())
         rates = [spread_text(row[name]["success_rate"] for row in rows) for name in ("base", "tuned")]
@@ -222,14 +222,14 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
         )
         success.append([ARMS[arm], *rates, each, *noisy, *numbers])
         worst = [max(row[name] for row in rows) for name in ("score_difference", "action_difference")]
-        same.append([ARMS[arm], *(f"{value:.1e}" for value in worst)])
+        difference_rows.append([ARMS[arm], *(f"{value:.1e}" for value in worst)])
     header = ["policy", "base", "then", "each seed", "base, noise", "then, noise", "steps / 1e3", "minutes"]
     return [
         Table("push_choice seen by a camera: mean over seeds (range), each seed [Wilson 95 %]", header, success),
         Table(
             "Largest difference over all seeds",
             ["policy", "scores computed again", "LeRobot's own actions from the checkpoint"],
-            same,
+            difference_rows,
         ),
     ]
 

@@ -122,12 +122,12 @@ def in_world(section: WorldSection, origin: WorldOrigin, where: object, plugins:
     """
     ask_for(plugins)
     kind = untrusted_kind(where) if isinstance(where, Path) else ""
-    more = (
+    hint = (
         (f" run.plugins=[{kind.partition(':')[0]}], because it uses '{kind}', which is not part of robopolicy, either")
         if kind
         else ""
     )
-    require_trusted(origin.name, where, f"world.name={origin.name}{more}")
+    require_trusted(origin.name, where, f"world.name={origin.name}{hint}")
     saved_options = trusted_options(origin, where, section.options)
     if saved_options:
         listing = ", ".join(f"{key}={value}" for key, value in saved_options.items())

@@ -53,8 +53,8 @@ def planned_acting(
     """
     if section.model is None:
         return None
-    shared = imagined is not None and imagined.resolve() == section.model.resolve()
-    world_model = world.model if isinstance(world, ImaginedWorld) and shared else None
+    same_model = imagined is not None and imagined.resolve() == section.model.resolve()
+    world_model = world.model if isinstance(world, ImaginedWorld) and same_model else None
     model = load_imagining(section.model, device) if world_model is None else world_model
     if isinstance(model, DecoderFree):
         raise ConfigError(

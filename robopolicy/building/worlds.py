@@ -350,8 +350,8 @@ def build_foresight(section: WorldSection, world: World, steps: int, dotted_path
     if the world supports that: a policy with latency needs the actions that would follow.
     """
     controller = _controller(section, world.spec, dotted_path)
-    late = QUEUE in world.spec.observation
-    if not late and (steps == 1 or not isinstance(world, Snapshots)):
+    decides_ahead = QUEUE in world.spec.observation
+    if not decides_ahead and (steps == 1 or not isinstance(world, Snapshots)):
         return controller
     options = {"history": world.spec.history, **without_latency(section.options)}
     like = replace(section, cameras=(), options=options)

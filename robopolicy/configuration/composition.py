@@ -154,14 +154,14 @@ def _leave_out_other_kinds(
     place = ".".join(path)
     if not any(override.lstrip("+").startswith(f"{place}.kind=") for override in overrides):
         return
-    inside = path if section.beside else (*path, "config")
+    config_path = path if section.beside else (*path, "config")
     kind_overrides = [item for item in overrides if item.lstrip("+").startswith(f"{place}.")]
-    recipe = _at(_hydra([item for item in overrides if item not in kind_overrides]), inside, {})
+    recipe = _at(_hydra([item for item in overrides if item not in kind_overrides]), config_path, {})
     kind = section.kinds.configuration(str(_at(composed, (*path, "kind"))))
     kind_keys = {"kind", *(item.name for item in dataclasses.fields(kind))}
     keys = [item.lstrip("+").partition("=")[0].split(".") for item in kind_overrides]
-    override_keys = {parts[len(inside)] for parts in keys if len(parts) > len(inside)}
-    node = _at(composed, inside, {})
+    override_keys = {parts[len(config_path)] for parts in keys if len(parts) > len(config_path)}
+    node = _at(composed, config_path, {})
     for key in recipe:
         if key not in kind_keys and key not in override_keys:
             node.pop(key, None)
@@ -173,8 +173,8 @@ def _defaults(section: str) -> Any:
     for path, kind in _tagged_sections():
         if path[0] == section:
             node = _at(tree, path)
-            rest = {} if kind.beside else {key: node[key] for key in node if key != "config"}
-            _at(tree, path[:-1])[path[-1]] = {**rest, "kind": kind.kind}
+            settings = {} if kind.beside else {key: node[key] for key in node if key != "config"}
+            _at(tree, path[:-1])[path[-1]] = {**settings, "kind": kind.kind}
     return tree[section]
 
 
@@ -188,10 +188,10 @@ def _prepare(override: str, sections: Sequence[str], former: FormerNames) -> str
     _require_each_key_once(key, value)
     parts = tuple(key.split("."))
     for path, section in _tagged_sections():
-        inside = path if section.beside else (*path, "config")
+        config_path = path if section.beside else (*path, "config")
         if parts == path and not value.startswith("{"):
             return f"++{key}.kind={value}"
-        if parts[: len(inside)] == inside and len(parts) > len(inside):
+        if parts[: len(config_path)] == config_path and len(parts) > len(config_path):
             return f"++{key}={value}"  # which keys there are depends on the kind, known once all is composed
     node: Any = dict.fromkeys(item.name for item in dataclasses.fields(Config))
     if parts[0] in node:
@@ -223,8 +223,8 @@ def _require_each_key_once(key: str, value: str) -> None:
             nodes += node.value
         elif isinstance(node, yaml.MappingNode):
             names = [name.value for name, _ in node.value]
-            if twice := [str(name) for name in dict.fromkeys(names) if names.count(name) > 1]:
-                raise ConfigError(f"{key} contains '{twice[0]}' twice: keep one of them.")
+            if duplicates := [str(name) for name in dict.fromkeys(names) if names.count(name) > 1]:
+                raise ConfigError(f"{key} contains '{duplicates[0]}' twice: keep one of them.")
             nodes += [each for _, each in node.value]
 
 
@@ -246,8 +246,8 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     if not isinstance(tree, Mapping):
         yield path
         return
-    for name, inside in tree.items():
-        yield from _leaves(inside, (*path, name))
+    for name, subtree in tree.items():
+        yield from _leaves(subtree, (*path, name))
 
 
 def _named_world(name: str) -> str:
@@ -315,8 +315,8 @@ def _values(node: Any, known: dict[int, float]) -> float:
     """Return the number of values that a YAML node expands to, aliases included; known: cached counts by node."""
     if id(node) not in known:
         known[id(node)] = float("inf")  # met again inside of itself
-        inside = getattr(node, "value", ())
-        children = inside if isinstance(inside, list) else ()
+        content = getattr(node, "value", ())
+        children = content if isinstance(content, list) else ()
         parts = (part for child in children for part in (child if isinstance(child, tuple) else (child,)))
         known[id(node)] = 1 + sum(_values(part, known) for part in parts)
     return known[id(node)]

@@ -35,10 +35,10 @@ class OutsideBounds:
     def add(self, actions: Array, executed: Array) -> None:
         """Count actions [B, C, A] where the mask `executed` [B, C] bool is True."""
         flat = np.asarray(actions, dtype=np.float64)[executed].reshape(-1, len(self.counts) - 1)
-        outside = (flat < self.low - self._slack) | (flat > self.high + self._slack)
+        outside_mask = (flat < self.low - self._slack) | (flat > self.high + self._slack)
         self.steps += len(flat)
-        if outside.any():
-            self.counts += np.concatenate([[outside.any(1).sum()], outside.sum(0)])
+        if outside_mask.any():
+            self.counts += np.concatenate([[outside_mask.any(1).sum()], outside_mask.sum(0)])
 
     @property
     def text(self) -> str:
@@ -53,13 +53,15 @@ class OutsideBounds:
             f"{self._named(element)} {self._share(1 + element)} outside {self.low[element]:g} to {self.high[element]:g}"
             for element in worst[:LISTED]
         ]
-        more = f", and {len(worst) - LISTED} more" if len(worst) > LISTED else ""
+        rest_text = f", and {len(worst) - LISTED} more" if len(worst) > LISTED else ""
         became = (
             "they were clipped to them"
             if self._clipped
             else "they were executed unclipped (set world.options.clip_actions=true to clip them)"
         )
-        return f"{self._share(0)} of actions were outside the declared bounds ({', '.join(parts)}{more}); {became}."
+        return (
+            f"{self._share(0)} of actions were outside the declared bounds ({', '.join(parts)}{rest_text}); {became}."
+        )
 
     def _share(self, place: int) -> str:
         percent = 100 * self.counts[place] / self.steps
@@ -80,14 +82,14 @@ def bounds_of(action: Field) -> tuple[Array, Array]:
 def widened(action: Field, *actions: Array) -> Field:
     """Return the field with bounds widened to contain all of `actions`, [N, A] each; unchanged if they already do."""
     low, high = bounds_of(action)
-    every = [each for each in actions if len(each)]
-    least, most = low, high
-    for each in every:
-        least, most = np.minimum(least, each.min(0)), np.maximum(most, each.max(0))
+    batches = [each for each in actions if len(each)]
+    lowest, highest = low, high
+    for each in batches:
+        lowest, highest = np.minimum(lowest, each.min(0)), np.maximum(highest, each.max(0))
     slack = TOLERANCE * np.where(np.isfinite(high - low), high - low, 1.0)
-    if (least >= low - slack).all() and (most <= high + slack).all():
+    if (lowest >= low - slack).all() and (highest <= high + slack).all():
         return action
-    return replace(action, low=tuple(map(float, least)), high=tuple(map(float, most)))
+    return replace(action, low=tuple(map(float, lowest)), high=tuple(map(float, highest)))
 
 
 def hull(first: Field, *others: Field) -> Field:

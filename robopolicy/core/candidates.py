@@ -27,8 +27,8 @@ def best_of(
     log-probability. deterministic: candidate 0 is the policy's noise-free action. Raises what `policy` and `score`
     raise.
     """
-    several = repeated(observation, count)
-    decision = policy.act(several, generator, deterministic=False)
+    repeated_observation = repeated(observation, count)
+    decision = policy.act(repeated_observation, generator, deterministic=False)
     rows = len(decision.actions) // count
     first = torch.arange(rows, device=decision.actions.device) * count
     if deterministic:
@@ -39,7 +39,7 @@ def best_of(
             decision.logp.index_copy(0, first, sure.logp),
             decision.mask.index_copy(0, first, sure.mask),
         )
-    scores = score(several, decision.actions).reshape(rows, count).cpu()
+    scores = score(repeated_observation, decision.actions).reshape(rows, count).cpu()
     best = scores.argmax(1).to(first.device) + first
     latents = {name: value[best] for name, value in decision.latents.items()}
     return Decision(decision.actions[best], latents, decision.logp[best], decision.mask[best]), scores

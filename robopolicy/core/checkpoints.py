@@ -282,9 +282,9 @@ def _wrong_in(spec: object) -> str:
     rate, texts = spec.get("fps", 1.0), spec.get("instructions", ())
     if not _is_number(rate) or not 0 < rate < math.inf:
         return f"its fps is {in_one_line(rate)}, not a positive number"
-    for key, most in (("horizon", LARGEST_COUNT), ("history", LONGEST_HISTORY)):
+    for key, limit in (("horizon", LARGEST_COUNT), ("history", LONGEST_HISTORY)):
         count = spec.get(key, 1)
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= most:
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= limit:
             return f"its {key} is {in_one_line(count)}, not a valid number of steps"
     if not is_sequence(texts) or not all(isinstance(text, str) for text in texts):
         return "its instructions are not a list of texts"

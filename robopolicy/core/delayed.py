@@ -283,8 +283,8 @@ def delayed(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
     def led_to(value: Tensor) -> Tensor:
         return torch.where(waits, torch.zeros_like(value[:1]), value[executed_steps])
 
-    within, frame = _places(longer + 1)
-    frames_seen = episodes.frame_starts[within] + (frame - steps).clamp_min(0)
+    episode_index, frame = _places(longer + 1)
+    frames_seen = episodes.frame_starts[episode_index] + (frame - steps).clamp_min(0)
     success, rewards = episodes.step_success, episodes.rewards
     columns = {name: getattr(episodes, name) for name in ("actor", "segment", "labels", "label_steps")}
     return replace(
@@ -292,7 +292,7 @@ def delayed(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
         observation_fields={**episodes.observation_fields, QUEUE: field},
         observation={
             **{key: value[frames_seen] for key, value in episodes.observation.items()},
-            QUEUE: _queues(episodes, steps, hold, within, frame),
+            QUEUE: _queues(episodes, steps, hold, episode_index, frame),
         },
         actions=episodes.actions[decision_steps],
         lengths=longer,
@@ -314,7 +314,7 @@ def _queues(episodes: Episodes, steps: int, hold: str, episode: Tensor, frame: T
     `_places`.
     """
     action, device = episodes.action_field, episodes.device
-    still = torch.as_tensor(_still(action), dtype=torch.float32, device=device)
+    still_action = torch.as_tensor(_still(action), dtype=torch.float32, device=device)
     # When the queue's actions are done, in recorded steps: below 0 the robot waits.
     when = frame[:, None] + torch.arange(steps, device=device) - steps
     last = (episodes.lengths - 1)[episode][:, None]
@@ -322,7 +322,7 @@ def _queues(episodes: Episodes, steps: int, hold: str, episode: Tensor, frame: T
     actions = episodes.actions[first + torch.minimum(when.clamp_min(0), last)]
     # Before the first decision nobody knows what the robot keeps.
     keeps_mask = torch.tensor(keeps_value(hold, POSITIONS, action.names, action.size, action.unit), device=device)
-    waiting = torch.where(keeps_mask & (frame > 0)[:, None, None], episodes.actions[first], still)
+    waiting = torch.where(keeps_mask & (frame > 0)[:, None, None], episodes.actions[first], still_action)
     return torch.where((when < 0)[..., None], waiting, actions).flatten(1)
 
 

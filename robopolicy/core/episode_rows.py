@@ -98,11 +98,11 @@ class EpisodeRows:
         frames: key -> [R, n >= 1, *shape], the observations so far; instruction: index into the spec's instructions,
         [R] or one for all; own: the world's own arrays [R, ...], with the same names at every start.
         """
-        fresh = {f"history/{key}": begin(frames[key], self.spec.history) for key in self.spec.observation}
-        fresh |= own or {}
+        arrays = {f"history/{key}": begin(frames[key], self.spec.history) for key in self.spec.observation}
+        arrays |= own or {}
         if not self._arrays:
-            self._allocate(fresh)
-        for name, value in fresh.items():
+            self._allocate(arrays)
+        for name, value in arrays.items():
             self._arrays[name][index] = value
         self._arrays["instruction"][index] = instruction
         for name in ("steps", "success", *self._ends):

@@ -380,8 +380,8 @@ class Episodes:
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """Return the indices start, ..., start + length - 1 of every range, concatenated."""
     offsets = lengths.cumsum(0) - lengths
-    within = torch.arange(int(lengths.sum()), device=starts.device) - torch.repeat_interleave(offsets, lengths)
-    return torch.repeat_interleave(starts, lengths) + within
+    positions = torch.arange(int(lengths.sum()), device=starts.device) - torch.repeat_interleave(offsets, lengths)
+    return torch.repeat_interleave(starts, lengths) + positions
 
 
 def _all_known(part: Episodes) -> Tensor:
@@ -402,10 +402,10 @@ def _joined_labels(parts: Sequence[Episodes]) -> dict[str, Tensor | None]:
         )
     label_length = lengths.pop()
     labels = [part.actions_ahead(label_length) if part.labels is None else part.labels for part in parts]
-    every = all(part.labels is not None and part.label_steps is None for part in parts)
+    are_complete = all(part.labels is not None and part.label_steps is None for part in parts)
     return {
         "labels": torch.cat(labels),
-        "label_steps": None if every else torch.cat([_said(each, label_length) for each in parts]),
+        "label_steps": None if are_complete else torch.cat([_said(each, label_length) for each in parts]),
     }
 
 
@@ -414,8 +414,8 @@ def _said(part: Episodes, ahead: int) -> Tensor:
     if part.labels is None:
         after = (part.starts + part.lengths)[part.episode_of_step]
         return (after - torch.arange(part.step_count, device=part.device)).clamp(max=ahead)
-    every = torch.full((part.step_count,), ahead, device=part.device)
-    return every if part.label_steps is None else part.label_steps
+    full_count = torch.full((part.step_count,), ahead, device=part.device)
+    return full_count if part.label_steps is None else part.label_steps
 
 
 def _require_alike(first: Episodes, other: Episodes) -> None:

@@ -126,9 +126,9 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     similar).
     """
     names = sorted({str(choice) for choice in choices})
-    near = nearest(name, names)
-    if near:
-        return f" Did you mean '{near}'?"
+    suggestion = nearest(name, names)
+    if suggestion:
+        return f" Did you mean '{suggestion}'?"
     if len(names) > MANY:
         closest = difflib.get_close_matches(name, names, n=5, cutoff=0.0)
         return f" The most similar of {len(names)} names: {', '.join(closest)}."

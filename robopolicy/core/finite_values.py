@@ -17,8 +17,8 @@ def element_names(field: Field, prefix: str = "") -> tuple[str, ...]:
 
 def listed(items: list[str], limit: int = 4) -> str:
     """Join names, at most `limit` of them."""
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
+    rest_text = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + rest_text
 
 
 def nonfinite_columns(episodes: Episodes, keys: Collection[str] | None = None, rewards: bool = True) -> list[str]:
@@ -34,15 +34,15 @@ def nonfinite_columns(episodes: Episodes, keys: Collection[str] | None = None, r
         if not values.is_floating_point() or bool(values.isfinite().all()):
             continue
         values, owner = _recorded(episodes, values) if name in observation else (values, episodes.episode_of_step)
-        bad = ~values.isfinite().reshape(len(values), -1).cpu()
-        rows = bad.any(1).nonzero().squeeze(1)
+        bad_mask = ~values.isfinite().reshape(len(values), -1).cpu()
+        rows = bad_mask.any(1).nonzero().squeeze(1)
         field = episodes.action_field if name == "action" else episodes.observation_fields.get(name)
-        names = element_names(field, name) if field is not None else ("value",) * bad.shape[1]
-        elements = [name for name, is_bad in zip(names, bad.any(0), strict=True) if is_bad]
-        within = [str(episode) for episode in sorted({int(episode) for episode in owner.cpu()[rows]})]
+        names = element_names(field, name) if field is not None else ("value",) * bad_mask.shape[1]
+        elements = [name for name, is_bad in zip(names, bad_mask.any(0), strict=True) if is_bad]
+        episode_names = [str(episode) for episode in sorted({int(episode) for episode in owner.cpu()[rows]})]
         texts.append(
             f"{name}: {len(rows)} of {len(values)} rows contain NaN or infinity ({listed(elements)}; episodes "
-            f"{listed(within)})"
+            f"{listed(episode_names)})"
         )
     return texts
 

@@ -27,14 +27,14 @@ def newest(observation: Observation, fields: Mapping[str, Field], history: int) 
     For policies that read a shorter history than others in the same world. Entries that are not such a window are
     unchanged.
     """
-    cut = {
+    shortened = {
         key: value[:, -history:]
         for key, field in fields.items()
         if (value := observation.get(key)) is not None
         and value.ndim == len(field.shape) + 2
         and value.shape[1] > history
     }
-    return {**observation, **cut} if cut else observation
+    return {**observation, **shortened} if shortened else observation
 
 
 def places(length: Array, history: int) -> Array:

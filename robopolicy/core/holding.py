@@ -175,9 +175,9 @@ def standstill(
     custom_positions = tuple(positions) != POSITIONS
     _require_elements("positions", positions if custom_positions else (), names)
     _require_elements("neutral", tuple(neutral_values), names)
-    if both := [name for name in neutral_values if custom_positions and name in positions]:
+    if conflicts := [name for name in neutral_values if custom_positions and name in positions]:
         raise ConfigError(
-            f"'{both[0]}' is in both positions (keeps its value) and neutral (value at rest): remove it from one "
+            f"'{conflicts[0]}' is in both positions (keeps its value) and neutral (value at rest): remove it from one "
             "of them."
         )
     element_names = tuple(names) or ("",) * size

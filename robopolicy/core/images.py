@@ -105,9 +105,9 @@ def some_of(frames: Frames, numbers: Tensor) -> Frames:
 
 def joined_frames(parts: list[Frames]) -> Frames:
     """Concatenate frames; the result is packed if one part is."""
-    plain = [part for part in parts if isinstance(part, Tensor)]
-    if len(plain) == len(parts):
-        return torch.cat(plain)
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if len(tensors) == len(parts):
+        return torch.cat(tensors)
     packed = [PackedFrames.of(part) for part in parts]
     return PackedFrames((frame for part in packed for frame in part.parts), packed[0].one)
 
@@ -131,8 +131,8 @@ class FrameStore:
         if frames:
             self._keep(frames)
             for first in range(0, self._count, READ_AT_ONCE):  # packed ones are not unpacked all at once
-                some = torch.arange(first, min(first + READ_AT_ONCE, self._count))
-                digests = _digests({key: value[some][:, None] for key, value in frames.items()})
+                indices = torch.arange(first, min(first + READ_AT_ONCE, self._count))
+                digests = _digests({key: value[indices][:, None] for key, value in frames.items()})
                 self._numbers.update((digest, first + place) for place, digest in enumerate(digests))
 
     @property
@@ -155,14 +155,14 @@ class FrameStore:
         """Add the windows of all cameras, key -> [R, H, *shape], storing new frames; return frame indices [R, H]."""
         count, history = next(iter(shown.values())).shape[:2]
         numbers: list[int] = []
-        fresh: list[tuple[int, int]] = []
+        new_places: list[tuple[int, int]] = []
         for place, digest in zip(itertools.product(range(count), range(history)), _digests(shown), strict=True):
-            next_number = self._count + len(fresh)
+            next_number = self._count + len(new_places)
             numbers.append(self._numbers.setdefault(digest, next_number))
             if numbers[-1] == next_number:
-                fresh.append(place)
-        if fresh:
-            row, frame = torch.tensor(fresh).T
+                new_places.append(place)
+        if new_places:
+            row, frame = torch.tensor(new_places).T
             self._keep({key: value[row, frame] for key, value in shown.items()})
         device = next(iter(shown.values())).device
         return torch.tensor(numbers, dtype=torch.int64, device=device).reshape(count, history)

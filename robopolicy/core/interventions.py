@@ -40,13 +40,13 @@ def intervened(episodes: Episodes) -> Tensor | None:
 
 def before_intervention(episodes: Episodes) -> Tensor | None:
     """Return the mask [N] bool of steps that led to an intervention: outside one, with one later in the episode."""
-    inside = intervened(episodes)
-    if inside is None:
+    in_intervention = intervened(episodes)
+    if in_intervention is None:
         return None
-    step = torch.arange(len(inside), device=inside.device)
-    last = torch.full((len(episodes),), -1, device=inside.device)
-    last = last.scatter_reduce(0, episodes.episode_of_step[inside], step[inside], "amax")
-    return ~inside & (step < last[episodes.episode_of_step])
+    step = torch.arange(len(in_intervention), device=in_intervention.device)
+    last = torch.full((len(episodes),), -1, device=in_intervention.device)
+    last = last.scatter_reduce(0, episodes.episode_of_step[in_intervention], step[in_intervention], "amax")
+    return ~in_intervention & (step < last[episodes.episode_of_step])
 
 
 def worth_imitating(episodes: Episodes) -> Tensor | None:
@@ -55,14 +55,14 @@ def worth_imitating(episodes: Episodes) -> Tensor | None:
     Includes steps of humans and scripts, all recoveries and corrections, and a policy's own steps after the last
     intervention of a successful episode. Steps with an unknown actor are included.
     """
-    inside = intervened(episodes)
+    in_intervention = intervened(episodes)
     before = before_intervention(episodes)
     actor = episodes.actor
-    if inside is None or before is None or actor is None:
+    if in_intervention is None or before is None or actor is None:
         return None
     success = episodes.success
-    won = torch.zeros_like(inside) if success is None else success[episodes.episode_of_step]
-    return inside | (actor != Acted.POLICY) | (won & ~before)
+    in_success = torch.zeros_like(in_intervention) if success is None else success[episodes.episode_of_step]
+    return in_intervention | (actor != Acted.POLICY) | (in_success & ~before)
 
 
 def last_of_turn(episodes: Episodes) -> Tensor:
@@ -71,22 +71,22 @@ def last_of_turn(episodes: Episodes) -> Tensor:
     A hand-over is the start or end of an intervention.
     """
     last = (episodes.starts + episodes.lengths - 1)[episodes.episode_of_step]
-    inside = intervened(episodes)
-    if inside is None or not len(inside):
+    in_intervention = intervened(episodes)
+    if in_intervention is None or not len(in_intervention):
         return last
-    ends = torch.ones_like(inside)
-    ends[:-1] = inside[1:] != inside[:-1]
+    ends = torch.ones_like(in_intervention)
+    ends[:-1] = in_intervention[1:] != in_intervention[:-1]
     place = ends.nonzero()[:, 0]
-    following = place[torch.searchsorted(place, torch.arange(len(inside), device=inside.device))]
+    following = place[torch.searchsorted(place, torch.arange(len(in_intervention), device=in_intervention.device))]
     return torch.minimum(following, last)
 
 
 def interventions_in_words(episodes: Episodes) -> str:
     """Summarise interventions in one sentence; "" if the episodes lack this information."""
-    inside, before = intervened(episodes), before_intervention(episodes)
-    if inside is None or before is None or episodes.segment is None:
+    in_intervention, before = intervened(episodes), before_intervention(episodes)
+    if in_intervention is None or before is None or episodes.segment is None:
         return ""
-    count = len(set(integers(episodes.episode_of_step[inside])))
+    count = len(set(integers(episodes.episode_of_step[in_intervention])))
     kinds = {kind: int((episodes.segment == kind).sum()) for kind in Segment}
     return (
         f"Interventions: in {count} of {len(episodes)} episodes; {kinds[Segment.RECOVER]} steps recover, "

@@ -171,8 +171,8 @@ def _wrong_option(name: str, value: Any, left: list[int], depth: int = 0) -> str
             return "a file path"
         return "too long a text" if len(value) > _LONGEST_TEXT else ""
     if is_mapping(value) or is_sequence(value):
-        inside = value.values() if is_mapping(value) else value
-        return next((reason for each in inside if (reason := _wrong_option("", each, left, depth + 1))), "")
+        values = value.values() if is_mapping(value) else value
+        return next((reason for each in values if (reason := _wrong_option("", each, left, depth + 1))), "")
     if value is None or isinstance(value, bool) or (isinstance(value, int | kind) and low <= value <= high):
         return ""
     return f"not a {'whole ' if kind is int else ''}number from {low:g} to {high:g}"

@@ -77,8 +77,8 @@ def import_named(module: str, named: str) -> ModuleType:
 def fixed_arguments(make: Callable[..., Any]) -> dict[str, bool]:
     """Return name -> whether required for the arguments of a class or function, without *args and **kwargs."""
     parameters = inspect.signature(make).parameters.values()
-    fixed = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
-    return {item.name: item.default is item.empty for item in fixed}
+    named_parameters = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
+    return {item.name: item.default is item.empty for item in named_parameters}
 
 
 def require_types(make: Callable[..., Any], options: Mapping[str, Any], setting: str = "") -> None:

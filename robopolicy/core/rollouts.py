@@ -120,8 +120,8 @@ class Rollouts:
     @property
     def fresh(self) -> "Rollouts":
         """Rows collected in this iteration, without replayed ones."""
-        replayed = self.extras.replayed
-        return self if replayed is None else self.take((~replayed[:, 0]).nonzero().squeeze(1))
+        replayed_mask = self.extras.replayed
+        return self if replayed_mask is None else self.take((~replayed_mask[:, 0]).nonzero().squeeze(1))
 
     def tree(self) -> dict[str, Any]:
         """Return nested tensors for a checkpoint, read by `of`."""
@@ -143,8 +143,8 @@ class Rollouts:
         minibatches.
         """
         rows = {name: getattr(self, name) for name in ROW_FIELDS if getattr(self, name) is not None}
-        repeated = {name: value.repeat_interleave(self.shape[1]) for name, value in rows.items()}
-        return replace(self._map(lambda tensor: tensor.flatten(0, 1).unsqueeze(1)), **repeated)
+        row_fields = {name: value.repeat_interleave(self.shape[1]) for name, value in rows.items()}
+        return replace(self._map(lambda tensor: tensor.flatten(0, 1).unsqueeze(1)), **row_fields)
 
     def take(self, index: Tensor) -> "Rollouts":
         """Select rows by index [n]."""

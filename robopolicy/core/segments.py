@@ -24,11 +24,11 @@ def quantile(values: Tensor, share: float | Tensor, *, nearest: bool = False) ->
     if len(flat) <= MOST_OF_TORCH:
         return torch.quantile(flat, share, interpolation="nearest" if nearest else "linear")
     shares = torch.as_tensor(share, dtype=torch.float64)
-    several = shares.numel() > 1
-    flat = flat.sort().values if several else flat
+    is_vector = shares.numel() > 1
+    flat = flat.sort().values if is_vector else flat
 
     def order_statistic(place: int) -> Tensor:
-        return flat[place] if several else flat.kthvalue(place + 1).values
+        return flat[place] if is_vector else flat.kthvalue(place + 1).values
 
     quantiles: list[Tensor] = []
     for each in cast(list[float], shares.flatten().tolist()):  # pyright: ignore[reportUnknownMemberType]

@@ -29,8 +29,8 @@ class Sequences:
     def to(self, device: torch.device | str) -> "Sequences":
         """Move every tensor to a device."""
         frames = {key: value.to(device) for key, value in self.frames.items()}
-        rest = {name: value.to(device) for name, value in self.__dict__.items() if name != "frames"}
-        return Sequences(frames, **rest)
+        others_moved = {name: value.to(device) for name, value in self.__dict__.items() if name != "frames"}
+        return Sequences(frames, **others_moved)
 
 
 class SequenceData:

@@ -153,14 +153,14 @@ class WorldSpec:
 
     def meaning(self, text: str) -> str:
         """Return the plain wording of an instruction that may be a paraphrase."""
-        return next((plain for plain, paraphrases in self.paraphrases.items() if text in paraphrases), text)
+        return next((plain_text for plain_text, paraphrases in self.paraphrases.items() if text in paraphrases), text)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
-        plain = {key: list(value) if is_sequence(value) else value for key, value in self.__dict__.items()}
+        attributes = {key: list(value) if is_sequence(value) else value for key, value in self.__dict__.items()}
         fields = {key: each.to_json() for key, each in self.observation.items()}
         paraphrases = {text: list(each) for text, each in self.paraphrases.items()}
-        return {**plain, "observation": fields, "action": self.action.to_json(), "paraphrases": paraphrases}
+        return {**attributes, "observation": fields, "action": self.action.to_json(), "paraphrases": paraphrases}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "WorldSpec":
@@ -530,8 +530,8 @@ def image_options(sizes: Mapping[str, Size]) -> dict[str, Any]:
     if not sizes:
         return {}
     height, width = next(iter(sizes.values()))
-    one = height if height == width else (height, width)
-    return {"cameras": tuple(sizes), "image_size": dict(sizes) if len(set(sizes.values())) > 1 else one}
+    size = height if height == width else (height, width)
+    return {"cameras": tuple(sizes), "image_size": dict(sizes) if len(set(sizes.values())) > 1 else size}
 
 
 def images_of(fields: Mapping[str, Field]) -> dict[str, Any]:
@@ -556,10 +556,10 @@ def validate_observation(
         value = observation[key]
         shape = tuple(value.shape)
         expected = (batch if batch is not None else "B", history if history is not None else "H", *spec.shape)
-        good = len(shape) == len(expected) and all(
+        is_expected = len(shape) == len(expected) and all(
             isinstance(want, str) or want == have for want, have in zip(expected, shape, strict=True)
         )
-        if not good:
+        if not is_expected:
             raise SpecError(
                 f"'{key}' has shape {shape}, expected {list(expected)} (batch, history, {list(spec.shape)})."
             )
@@ -580,8 +580,8 @@ def check_finite(name: str, value: "Array | Tensor") -> None:
     if all_finite(value):
         return
     finite = np.isfinite(value) if isinstance(value, np.ndarray) else value.isfinite()
-    bad: Any = (~finite).reshape(finite.shape[0] if finite.ndim else 1, -1).any(1)
-    first = [row for row, is_bad in enumerate(bad.tolist()) if is_bad][:5]
+    bad_rows: Any = (~finite).reshape(finite.shape[0] if finite.ndim else 1, -1).any(1)
+    first = [row for row, is_bad in enumerate(bad_rows.tolist()) if is_bad][:5]
     raise NonFiniteError(f"'{name}' is not finite in row(s) {first}: check the sensor or policy that produced it.")
 
 

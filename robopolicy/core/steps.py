@@ -44,9 +44,9 @@ def difference_of_steps(policy: Policy, other: Policy) -> str:
         silent = policy if len(its) > 2 else other
         return f"{type(silent).__name__} does not describe its denoising or token steps (method describe_steps)"
     for name in dict.fromkeys((*own_steps, *its)):
-        one, another = own_steps.get(name), its.get(name)
-        if not _same(one, another):
-            return f"its {name}: {_shown(another, one)}, the policy's: {_shown(one, another)}"
+        own_value, another = own_steps.get(name), its.get(name)
+        if not _same(own_value, another):
+            return f"its {name}: {_shown(another, own_value)}, the policy's: {_shown(own_value, another)}"
     return ""
 
 
@@ -89,5 +89,5 @@ def _shown(value: Any, beside: Any) -> str:
         return "none" if value is None else str(value)
     if not isinstance(beside, Tensor) or value.shape != beside.shape:
         return f"{list(value.shape)} numbers"
-    one, another = (each.double().cpu().flatten() for each in (value, beside))
-    return f"{float(one[(one - another).abs().argmax()]):.6g}"
+    first_values, another = (each.double().cpu().flatten() for each in (value, beside))
+    return f"{float(first_values[(first_values - another).abs().argmax()]):.6g}"

@@ -76,8 +76,8 @@ def from_plain(kind: type[Structure], data: object, where: str = "") -> Structur
                 f"Unknown configuration key '{_join(where, str(key))}'{place}.{did_you_mean(str(key), items)}"
             )
     hints = typing.get_type_hints(kind, include_extras=True)
-    plain = {key: _over_default(items[key], data[key], _join(where, key)) for key in items if key in data}
-    values = {key: _convert(hints[key], value, _join(where, key)) for key, value in plain.items()}
+    plain_values = {key: _over_default(items[key], data[key], _join(where, key)) for key in items if key in data}
+    values = {key: _convert(hints[key], value, _join(where, key)) for key, value in plain_values.items()}
     for key, item in items.items():
         if key not in values and item.default is MISSING and item.default_factory is MISSING:
             raise ConfigError(f"'{_join(where, key)}' is required: add {_join(where, key)}=VALUE.")
@@ -221,8 +221,8 @@ def _of_kind(section: type[Tagged], data: Mapping[str, Any], where: str) -> dict
             )
             raise ConfigError(f"Unknown configuration key '{path}.{key}': {where}.kind={name} has no '{key}'.{has}")
     tag = {"kind": name} if "kind" in config_keys else {}
-    rest: Mapping[str, Any] = {} if section.beside else data
-    return {**rest, "kind": name, "config": from_plain(kind, {**config_data, **tag}, path)}
+    other_keys: Mapping[str, Any] = {} if section.beside else data
+    return {**other_keys, "kind": name, "config": from_plain(kind, {**config_data, **tag}, path)}
 
 
 def _join(where: str, key: str) -> str:

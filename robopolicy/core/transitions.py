@@ -74,10 +74,12 @@ class Transitions:
     def join(parts: Sequence["Transitions"]) -> "Transitions":
         """Concatenate transitions; a column that one part lacks is None in the result."""
         columns_of_parts = [part._known() for part in parts]
-        shared = [
+        shared_names = [
             item.name for item in fields(Transitions) if all(item.name in columns for columns in columns_of_parts)
         ]
-        return Transitions(**{name: torch.cat([columns[name] for columns in columns_of_parts]) for name in shared})
+        return Transitions(
+            **{name: torch.cat([columns[name] for columns in columns_of_parts]) for name in shared_names}
+        )
 
     def _known(self) -> dict[str, Tensor]:
         """Return the columns that are not None, by name."""

@@ -63,8 +63,8 @@ class Turns:
 
     def within(self, values: Any) -> Any:
         """Wrap values [..., A] of periodic elements with bounds into [low, low + period]."""
-        over = (values - self.low) / (self.bounded + (self.bounded == 0))
-        return values - self.bounded * ((over < 0) | (over > 1)) * (over // 1)
+        fraction = (values - self.low) / (self.bounded + (self.bounded == 0))
+        return values - self.bounded * ((fraction < 0) | (fraction > 1)) * (fraction // 1)
 
 
 def turns_of(action: Field, turns: Mapping[str, float] | None = None, switches: Sequence[str] = ()) -> Turns:

@@ -79,8 +79,8 @@ class Operator:
 
     def choose(self, observation: Observation) -> tuple[Array, Turn]:
         """Return the next control step of every row, [B, 1, A], and its actor and segment."""
-        config, every = self.config, np.arange(len(self._time))
-        stuck = np.zeros(len(every), bool)
+        config, rows = self.config, np.arange(len(self._time))
+        stuck = np.zeros(len(rows), bool)
         if config.no_progress_steps:
             stuck |= self._idle >= config.no_progress_steps
         if config.max_policy_steps:
@@ -90,13 +90,13 @@ class Operator:
         taken_over = self._taken >= 0
         back = taken_over & (self._undone < np.minimum(config.rewind, self._taken))
         place = self._time % self._chunk.shape[1]
-        if (fresh := ~taken_over & (place == 0)).any():
-            self._chunk[fresh] = self.policy.choose(observation, fresh)[0][fresh]
-        actions = self._chunk[every, place]
+        if (new_chunks := ~taken_over & (place == 0)).any():
+            self._chunk[new_chunks] = self.policy.choose(observation, new_chunks)[0][new_chunks]
+        actions = self._chunk[rows, place]
         if back.any():
             # A row that has ended counts on until it is given another episode.
             undo_step = np.clip(self._taken - 1 - self._undone, 0, self._done.shape[1] - 1)
-            before = self._done[every, undo_step]
+            before = self._done[rows, undo_step]
             actions = np.where(back[:, None], np.where(self._kept, before, 2 * self._middle - before), actions)
             self._undone[back] += 1
         if (forward := taken_over & ~back).any():
@@ -106,7 +106,7 @@ class Operator:
                 self.expert.reset(index)
                 begin_episodes(self.expert, self._seeds[index], index)  # until now it was asked for other rows alone
             actions = np.where(forward[:, None], np.asarray(self.expert.act(observation), np.float64), actions)
-        self._done[every, np.minimum(self._time, self._done.shape[1] - 1)] = actions
+        self._done[rows, np.minimum(self._time, self._done.shape[1] - 1)] = actions
         self._time += 1
         segment = np.where(back, Segment.RECOVER, np.where(forward, Segment.CORRECT, Segment.AUTONOMOUS))
         return actions[:, None], Turn(np.where(taken_over, Acted.SCRIPT, Acted.POLICY), segment)

@@ -105,8 +105,8 @@ def check_frames(folder: Path, columns: Mapping[str, np.ndarray], lengths: np.nd
     # Where a recorder's clock began says nothing: frames are told by their number.
     times = columns["timestamp"].reshape(-1).astype(np.float64)
     times = times - np.repeat(times[step == 0], lengths)
-    late = np.abs(times * fps - step)
-    bad_frames = np.flatnonzero(~(late <= TIMESTAMP_SLACK))
+    delays = np.abs(times * fps - step)
+    bad_frames = np.flatnonzero(~(delays <= TIMESTAMP_SLACK))
     if len(bad_frames):
         place = bad_frames[0]
         raise DataError(
@@ -142,11 +142,11 @@ def file_within(folder: Path, path: str, what: str) -> Path:
 
 def require_room(folder: Path, what: str, needed: int) -> None:
     """Raise DataError if `needed` bytes exceed the free memory."""
-    free = free_memory(torch.device("cpu"))
-    if free is not None and needed > free:
+    free_bytes = free_memory(torch.device("cpu"))
+    if free_bytes is not None and needed > free_bytes:
         raise DataError(
-            f"{folder}: {what} needs {in_bytes(needed)} of memory, but only {in_bytes(free)} are free: read fewer "
-            "cameras or episodes, or use a larger machine."
+            f"{folder}: {what} needs {in_bytes(needed)} of memory, but only {in_bytes(free_bytes)} are free: read "
+            f"fewer cameras or episodes, or use a larger machine."
         )
 
 

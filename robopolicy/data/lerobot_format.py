@@ -132,10 +132,14 @@ def _extended(tree: Mapping[str, Any], part: Episodes) -> dict[str, Any]:
     new: dict[str, Any] = {"final": final_frames, "lengths": part.lengths, "final_known": final_known, **_fields(part)}
     if not tree:
         return new
-    joined = {
+    joined_frames = {
         key: torch.cat([tree["final"][key], value]) for key, value in final_frames.items() if key in tree["final"]
     }
-    return new | {"final": joined} | {name: torch.cat([tree[name], new[name]]) for name in ("lengths", "final_known")}
+    return (
+        new
+        | {"final": joined_frames}
+        | {name: torch.cat([tree[name], new[name]]) for name in ("lengths", "final_known")}
+    )
 
 
 def _fields(episodes: Episodes) -> dict[str, Any]:

@@ -226,8 +226,8 @@ def filled_in(folder: Path, template: object, **given: str | int) -> str:
     try:
         for _, name, form, conversion in string.Formatter().parse(str(template)):
             value = given.get(name or "")
-            allowed = re.fullmatch(r"(0?\d?d)?" if isinstance(value, int) else "", form or "")
-            if name is not None and (value is None or conversion or not allowed):
+            allowed_form = re.fullmatch(r"(0?\d?d)?" if isinstance(value, int) else "", form or "")
+            if name is not None and (value is None or conversion or not allowed_form):
                 raise ValueError(f"it has the field '{name}{f':{form}'[:20] if form else ''}'")
         return str(template).format(**given)
     except ValueError as error:
@@ -242,16 +242,19 @@ def decode_video(folder: Path, path: Path, last: int, sizes: Sizes) -> Iterator[
     import av
     from av.error import FFmpegError
 
-    most = str(max((height + _PADDING) * (width + _PADDING) for height, width in sizes))
-    closed = {"options": {"codec_whitelist": ",".join(_DECODERS)}, "stream_options": [{"max_pixels": most}]}
+    pixel_limit = str(max((height + _PADDING) * (width + _PADDING) for height, width in sizes))
+    restrictions = {
+        "options": {"codec_whitelist": ",".join(_DECODERS)},
+        "stream_options": [{"max_pixels": pixel_limit}],
+    }
     try:
         # From an open file, for FFmpeg takes some names for addresses, and as MP4, for others name further files
-        with open(path, "rb") as file, av.open(file, format="mp4", **closed) as container:
+        with open(path, "rb") as file, av.open(file, format="mp4", **restrictions) as container:
             if not container.streams.video or container.streams.video[0].codec_context.name not in _DECODERS:
                 raise DataError(f"{path} is not a video in {', '.join(CODECS)}: encode it again with LeRobot's tools.")
             stream = container.streams.video[0]
             _require_size(folder, f"the video {path.name} of {path.parent}", (stream.height, stream.width), sizes)
-            stream.codec_context.options = {"max_pixels": most}
+            stream.codec_context.options = {"max_pixels": pixel_limit}
             stream.codec_context.thread_count = usable_threads()
             for index, frame in enumerate(container.decode(stream)):
                 _require_size(folder, f"frame {index} of {path}", (frame.height, frame.width), sizes)

@@ -85,8 +85,8 @@ def with_names(episodes: Episodes, rename: Mapping[str, str]) -> Episodes:
 
     def named(field: Field) -> Field:
         names = tuple(rename.get(name, name) for name in field.names)
-        if twice := [name for name in names if names.count(name) > 1 and name in rename.values()]:
-            raise DataError(f"Two elements would be named '{twice[0]}' after renaming: rename both, or neither.")
+        if duplicates := [name for name in names if names.count(name) > 1 and name in rename.values()]:
+            raise DataError(f"Two elements would be named '{duplicates[0]}' after renaming: rename both, or neither.")
         return replace(field, names=names)
 
     fields = {key: named(field) for key, field in episodes.observation_fields.items()}
@@ -610,9 +610,9 @@ def _field(folder: Path, key: str, feature: Mapping[str, Any], image_shape: tupl
         isinstance(names, list) and len(names) == math.prod(shape) and all(isinstance(each, str) for each in names)
     ):
         return Field(shape)
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
         warnings.warn(
-            f"{folder}/meta/info.json (or rename) gives the name {listed([f"'{name}'" for name in twice], 5)} to "
+            f"{folder}/meta/info.json (or rename) gives the name {listed([f"'{name}'" for name in duplicates], 5)} to "
             f"more than one element of '{key}', so its names are ignored: give each element a unique name there.",
             RobopolicyWarning,
             stacklevel=4,

@@ -38,10 +38,10 @@ def vector_statistics(
     starts = np.cumsum(lengths) - lengths
     result: Statistics = {}
     for length in np.unique(lengths):
-        same = np.flatnonzero(lengths == length)
-        block = values[starts[same][:, None] + np.arange(length)].reshape(len(same), -1, values.shape[-1])
+        indices = np.flatnonzero(lengths == length)
+        block = values[starts[indices][:, None] + np.arange(length)].reshape(len(indices), -1, values.shape[-1])
         for name, entry in _block_statistics(block).items():
-            result.setdefault(name, np.empty((len(lengths), values.shape[-1]), entry.dtype))[same] = entry
+            result.setdefault(name, np.empty((len(lengths), values.shape[-1]), entry.dtype))[indices] = entry
     return {**result, "count": lengths.astype(np.int64)[:, None]}
 
 
@@ -61,14 +61,14 @@ def image_statistics(frames: np.ndarray) -> Statistics:
     mean = np.mean(values, axis=0)
     std = np.sqrt(np.maximum(0, np.mean(values**2, axis=0) - mean**2))
     low, high = flat.min(0).astype(np.float32), flat.max(0).astype(np.float32)
-    reached = np.stack([np.cumsum(np.bincount(channel, minlength=256)) for channel in flat.T])
+    cumulative_counts = np.stack([np.cumsum(np.bincount(channel, minlength=256)) for channel in flat.T])
 
     def below(edges: np.ndarray) -> np.ndarray:
         levels = np.clip(np.ceil(edges), 0, 256).astype(np.int64)
-        return np.where(levels > 0, reached[np.arange(3), levels - 1], 0)
+        return np.where(levels > 0, cumulative_counts[np.arange(3), levels - 1], 0)
 
     targets = _TARGETS * len(flat)
-    levels = np.stack([np.searchsorted(counts, targets) for counts in reached], 1).astype(np.float32)
+    levels = np.stack([np.searchsorted(counts, targets) for counts in cumulative_counts], 1).astype(np.float32)
     quantiles = _quantiles(levels, low, high, targets[:, None], len(flat), below)
     result = {"min": low, "max": high, "mean": mean, "std": std, **dict(zip(QUANTILES, quantiles, strict=True))}
     scaled = {name: (entry / 255.0).reshape(1, 3, 1, 1) for name, entry in result.items()}
@@ -86,29 +86,29 @@ def pooled(parts: Sequence[Mapping[str, np.ndarray]]) -> Statistics:
     def weighted(values: np.ndarray) -> np.ndarray:
         return (values * counts.reshape(-1, *[1] * (values.ndim - 1))).sum(0) / total
 
-    every = {name: np.concatenate([part[name] for part in parts]) for name in parts[0] if name != "count"}
-    mean = weighted(every["mean"])
-    variance = weighted((every["std"] ** 2).astype(np.float64) + (every["mean"] - mean) ** 2)
-    result = {"min": every["min"].min(0), "max": every["max"].max(0), "mean": mean, "std": np.sqrt(variance)}
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0] if name != "count"}
+    mean = weighted(arrays["mean"])
+    variance = weighted((arrays["std"] ** 2).astype(np.float64) + (arrays["mean"] - mean) ** 2)
+    result = {"min": arrays["min"].min(0), "max": arrays["max"].max(0), "mean": mean, "std": np.sqrt(variance)}
     result["count"] = total.astype(np.int64)
-    return {**result, **{name: weighted(every[name]) for name in QUANTILES if name in every}}
+    return {**result, **{name: weighted(arrays[name]) for name in QUANTILES if name in arrays}}
 
 
 def _require_finite(values: np.ndarray, lengths: np.ndarray, column: str, elements: Sequence[str] | None) -> None:
     rows, *_, places = np.nonzero(~np.isfinite(values.reshape(len(values), -1, values.shape[-1])))
     if not len(rows):
         return
-    every = [f"element {i}" for i in range(values.shape[-1])]
-    if elements and len(elements) == len(every):
-        every = list(elements)
-    names = [every[i] for i in np.unique(places).tolist()]
+    all_names = [f"element {i}" for i in range(values.shape[-1])]
+    if elements and len(elements) == len(all_names):
+        all_names = list(elements)
+    names = [all_names[i] for i in np.unique(places).tolist()]
     rows = np.unique(rows)
     owner = np.repeat(np.arange(len(lengths)), lengths)[rows]
     episodes = np.unique(owner)
-    rest = f" and {len(episodes) - 4} more" if len(episodes) > 4 else ""
+    rest_text = f" and {len(episodes) - 4} more" if len(episodes) > 4 else ""
     raise DataError(
         f"'{column}' ({', '.join(names[:4])}{' and more' * (len(names) > 4)}) contains NaN or infinity in "
-        f"{len(rows)} frames of episode {', '.join(map(str, episodes[:4]))}{rest} (the first is frame "
+        f"{len(rows)} frames of episode {', '.join(map(str, episodes[:4]))}{rest_text} (the first is frame "
         f"{rows[0] - (np.cumsum(lengths) - lengths)[owner[0]]}): exclude or repair these episodes."
     )
 
@@ -158,9 +158,9 @@ def _quantiles(
     left_edge, right = _edge(bins, start, stop), _edge(bins + 1, start, stop)
     before = below(left_edge)
     # Bins are half open but the last, which holds the largest value too.
-    inside = np.where(bins == _BINS - 1, total, below(right)) - before
-    within = left_edge + (targets - before) / inside * (right - left_edge)
-    return np.where(bins == 0, left_edge, within).astype(np.float64)
+    bin_counts = np.where(bins == _BINS - 1, total, below(right)) - before
+    interpolated = left_edge + (targets - before) / bin_counts * (right - left_edge)
+    return np.where(bins == 0, left_edge, interpolated).astype(np.float64)
 
 
 def _edge(index: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:

@@ -74,7 +74,7 @@ def write_tables(
     fps = before.information.get("fps", max(1, round(episodes.fps)))
     if existing:
         features = {key: value for key, value in before.information["features"].items() if key not in _OWN_FEATURES}
-    lengths, every = episodes.lengths.cpu().numpy(), range(len(episodes))
+    lengths, episode_numbers = episodes.lengths.cpu().numpy(), range(len(episodes))
     tasks = tuple(dict.fromkeys((*before.tasks, *episodes.tasks)))
     columns = _columns(episodes, features, further or {})
     own_columns = _own_columns(episodes, fps, before, tasks)
@@ -85,14 +85,16 @@ def write_tables(
         for key, values in {**columns, **own_columns}.items()
     }
     own_columns["timestamp"] = own_columns["timestamp"].astype(np.float32)
-    quiet = quiet_encoder() if videos else nullcontext()
+    encoder_context = quiet_encoder() if videos else nullcontext()
     bar = progress("writing episodes", len(episodes) * (1 + len(videos))) if advance is None else nullcontext(advance)
-    with quiet, ThreadPoolExecutor(usable_threads()) as pool, bar as step:
+    with encoder_context, ThreadPoolExecutor(usable_threads()) as pool, bar as step:
         encoding = [pool.submit(_write_camera, folder, episodes, key, fps, step) for key in videos]
         numbers = _write_data(folder, episodes, {**columns, **own_columns}, features, pool, step)
         for key in cameras:
             images = partial(_frames, episodes, key)
-            statistics[key] = _stacked(pool.map(lambda at, images=images: image_statistics(images(at)), every))
+            statistics[key] = _stacked(
+                pool.map(lambda at, images=images: image_statistics(images(at)), episode_numbers)
+            )
         places: dict[str, np.ndarray] = {}
         for future in encoding:
             places |= future.result()
@@ -170,8 +172,8 @@ def _frames(episodes: Episodes, key: str, episode: int) -> np.ndarray:
 
 
 def _stacked(parts: Iterable[Statistics]) -> Statistics:
-    every = list(parts)
-    return {name: np.concatenate([part[name] for part in every]) for name in every[0]}
+    part_list = list(parts)
+    return {name: np.concatenate([part[name] for part in part_list]) for name in part_list[0]}
 
 
 def _write_data(

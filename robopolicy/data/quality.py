@@ -138,20 +138,20 @@ def medium_level(trial: Callable[[float], Trial], undisturbed: float, uniform: f
             f"No noise level gives success between {low:.0%} and {high:.0%}: it is {undisturbed:.0%} without noise "
             f"and {uniform:.0%} with uniform random actions. Use a better actor or a harder task."
         )
-    good = 0.0
-    bad = 1.0
+    lower_level = 0.0
+    upper_level = 1.0
     trials = list[Trial]()
     for _ in range(most):
-        done = trial((good + bad) / 2)
+        done = trial((lower_level + upper_level) / 2)
         trials.append(done)
         if abs(done.success - aim) <= _CLOSE:
             break
-        good, bad = (done.level, bad) if done.success > aim else (good, done.level)
+        lower_level, upper_level = (done.level, upper_level) if done.success > aim else (lower_level, done.level)
     best = min(trials, key=lambda each: abs(each.success - aim))
     if not low <= best.success <= high:
         raise DataError(
             f"No noise level gives success between {low:.0%} and {high:.0%}: success drops from above to below this "
-            f"range between level {good:.4f} and {bad:.4f} (0: expert, 1: uniform random actions; "
+            f"range between level {lower_level:.4f} and {upper_level:.4f} (0: expert, 1: uniform random actions; "
             f"{Disturbance.at(best.level).text}: {best.success:.0%})."
         )
     return best.level
@@ -208,16 +208,16 @@ def schedule(
         raise DataError(
             f"Quality '{quality}' needs the noise level '{missing_levels[0]}', which has not been determined."
         )
-    good = float(expert or 0.0)
+    good_level = float(expert or 0.0)
     half = float(medium or 0.0)
     place = np.arange(len(seeds))
     levels = {
         "random": np.ones(len(seeds)),
-        "expert": np.full(len(seeds), good),
+        "expert": np.full(len(seeds), good_level),
         "medium": np.full(len(seeds), half),
         "replay": np.linspace(1.0, half, len(seeds)),
-        "mixed": np.where(place % 2 == 0, good, half),
-        "play": np.full(len(seeds), good),
+        "mixed": np.where(place % 2 == 0, good_level, half),
+        "play": np.full(len(seeds), good_level),
     }[quality]
     plan = fixed(levels, seeds, horizon)
     return _played(plan) if quality == "play" else plan
@@ -242,13 +242,13 @@ def fixed(levels: Array, seeds: Array, horizon: int) -> Schedule:
 def _played(base: Schedule) -> Schedule:
     """Split `base` into segments and replace two thirds of them by uniform actions."""
     shortest, longest = _SEGMENT
-    most = base.horizon // shortest + 1
-    draws = uniforms(_of_kind(base.seeds, 1), 2 * most)
-    lengths = shortest + (draws[:, :most] * (longest - shortest + 1)).astype(np.int64)
+    segment_limit = base.horizon // shortest + 1
+    draws = uniforms(_of_kind(base.seeds, 1), 2 * segment_limit)
+    lengths = shortest + (draws[:, :segment_limit] * (longest - shortest + 1)).astype(np.int64)
     ends = np.cumsum(lengths, axis=1)
     step = np.arange(base.horizon)
     segment = (step[None, :, None] >= ends[:, None, :]).sum(2)  # [E, T]
-    draws_of_segments = np.take_along_axis(draws[:, most:], segment, axis=1)
+    draws_of_segments = np.take_along_axis(draws[:, segment_limit:], segment, axis=1)
     begin = np.take_along_axis(ends - lengths, segment, axis=1)
     return replace(
         base,
@@ -318,9 +318,9 @@ class Disturbances:
         half = 0.5 * (self._high - self._low)
         shape = actions.shape
         noise = self._noise[rows, step].reshape(shape)
-        fresh = self._low + 2 * half * self._fresh[rows, source].reshape(shape)
+        random_actions = self._low + 2 * half * self._fresh[rows, source].reshape(shape)
         uniform = (self._chance[rows, step] < random)[..., None]
-        noisy = np.where(uniform, fresh, actions + gaussian[..., None] * half * noise)
+        noisy = np.where(uniform, random_actions, actions + gaussian[..., None] * half * noise)
         return np.clip(noisy, np.minimum(self._low, actions), np.maximum(self._high, actions))
 
 

@@ -69,10 +69,10 @@ def record_chains(
     errors of `record`.
     """
     takes = _play(world, policy, seeds, None, False, generator, False, chains=True, kept=kept)
-    every = [takes.done[position] for position in sorted(takes.done)]
-    first = np.cumsum([0, *(len(item.success) for item in every[:-1])])
-    chain_starts = [start + begins for start, item in zip(first, every, strict=True) for begins in item.begins]
-    chains, masks = (np.stack([pair[place] for item in every for pair in item.chains]) for place in range(2))
+    recordings = [takes.done[position] for position in sorted(takes.done)]
+    first = np.cumsum([0, *(len(item.success) for item in recordings[:-1])])
+    chain_starts = [start + begins for start, item in zip(first, recordings, strict=True) for begins in item.begins]
+    chains, masks = (np.stack([pair[place] for item in recordings for pair in item.chains]) for place in range(2))
     if (masks != masks[0]).any():
         raise ConfigError(
             "Denoising chains with randomly chosen noisy steps (noisy_steps) have no density and cannot be "
@@ -249,8 +249,8 @@ class _Takes:
 
     def start_next(self) -> None:
         """Assign the next seeds, in order, to the free rows."""
-        free = np.array([row for row, item in enumerate(self.current) if item is None], dtype=np.int64)
-        rows = free[: len(self.waiting)]
+        free_rows = np.array([row for row, item in enumerate(self.current) if item is None], dtype=np.int64)
+        rows = free_rows[: len(self.waiting)]
         if len(rows):
             new_seeds = self.seeds[self.waiting[: len(rows)]]
             self.player.start(new_seeds, rows)

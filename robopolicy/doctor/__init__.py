@@ -75,9 +75,9 @@ def examine_data(episodes: Episodes, world: World | None, reads_text: bool | Non
     findings += check_images(episodes, world)
     data_fields, world_fields = episodes.observation_fields, world.spec.observation
     if all(data_fields[key].shape == world_fields[key].shape for key in world_fields if key in data_fields):
-        replayed = check_replay(episodes, world)
-        findings += replayed
-        if not any(finding.problem for finding in replayed):
+        replay_findings = check_replay(episodes, world)
+        findings += replay_findings
+        if not any(finding.problem for finding in replay_findings):
             timing = check_image_timing(episodes, world, images)
             findings = [*_without_repeated(findings, timing), *timing]
     if episodes.seeds is None:
@@ -89,8 +89,8 @@ def examine_data(episodes: Episodes, world: World | None, reads_text: bool | Non
 
 def _without_repeated(findings: list[Finding], timing: list[Finding]) -> list[Finding]:
     """Drop findings of frozen cameras where the image-timing check reports the same in more detail."""
-    again = {finding.check for finding in timing if finding.measured.startswith(STANDS_STILL)}
-    return [item for item in findings if not (item.check in again and item.measured.startswith(STANDS_STILL))]
+    repeated_checks = {finding.check for finding in timing if finding.measured.startswith(STANDS_STILL)}
+    return [item for item in findings if not (item.check in repeated_checks and item.measured.startswith(STANDS_STILL))]
 
 
 def examine_policy(

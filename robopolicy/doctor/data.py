@@ -91,9 +91,11 @@ def check_action_range(actions: Tensor, spec: WorldSpec) -> list[Finding]:
     high = torch.as_tensor(np.broadcast_to(field.high, field.shape).copy(), dtype=torch.float32)
     names = element_names(field, "action")
     actions = actions.cpu()
-    outside = ((actions < low - 1e-4) | (actions > high + 1e-4)).float().mean(0)
-    worst = int(outside.argmax())
-    health = Health.BAD if outside[worst] > 0.05 else Health.WARNING if outside[worst] > 0.001 else Health.GOOD
+    outside_share = ((actions < low - 1e-4) | (actions > high + 1e-4)).float().mean(0)
+    worst = int(outside_share.argmax())
+    health = (
+        Health.BAD if outside_share[worst] > 0.05 else Health.WARNING if outside_share[worst] > 0.001 else Health.GOOD
+    )
     remedy = "" if health is Health.GOOD else "The world clips these: check the scale and units of the actions."
     if not spec.clips_actions and health is not Health.GOOD:
         # Bounds may be a formality, but who goes several times as far most likely means another unit.
@@ -105,7 +107,7 @@ def check_action_range(actions: Tensor, spec: WorldSpec) -> list[Finding]:
         )
     outside_counts = OutsideBounds(spec)
     outside_counts.add(actions.numpy(), np.ones(len(actions), dtype=bool))
-    text = outside_counts.text.partition(";")[0] if outside[worst] else "within bounds"
+    text = outside_counts.text.partition(";")[0] if outside_share[worst] else "within bounds"
     findings = [Finding("action range", health, text, remedy)]
     findings += check_constant_actions(actions, field)
     spread, span = actions.std(0, correction=0), (high - low).clamp(min=1e-9)
@@ -122,12 +124,12 @@ def check_action_range(actions: Tensor, spec: WorldSpec) -> list[Finding]:
 def check_constant_actions(actions: Tensor, field: Field) -> list[Finding]:
     """Check for elements of actions [N, A] that never change."""
     names, spread = element_names(field, "action"), actions.cpu().std(0, correction=0)
-    still = [names[index] for index in range(len(spread)) if spread[index] < 1e-6]
-    if len(still) == len(names):
+    constant_names = [names[index] for index in range(len(spread)) if spread[index] < 1e-6]
+    if len(constant_names) == len(names):
         remedy = "The recorder did not record the actions."
         return [Finding("constant actions", Health.BAD, "no action ever changes", remedy)]
-    text = f"constant in the data: {listed(still)}"
-    return [Finding("constant actions", Health.UNKNOWN, text)] if still else []
+    text = f"constant in the data: {listed(constant_names)}"
+    return [Finding("constant actions", Health.UNKNOWN, text)] if constant_names else []
 
 
 def _missing(key: str, recorded: Mapping[str, Field], who: str) -> Finding:
@@ -144,8 +146,8 @@ def _missing(key: str, recorded: Mapping[str, Field], who: str) -> Finding:
 
 def _unnamed(fields: Mapping[str, Field], recorded: Mapping[str, Field]) -> list[Finding]:
     """Name the policy's vectors whose element names cannot be compared with the data's."""
-    both = {key: field for key, field in fields.items() if key in recorded and recorded[key].shape == field.shape}
-    vectors = {key: field for key, field in both.items() if len(field.shape) == 1}
+    comparable = {key: field for key, field in fields.items() if key in recorded and recorded[key].shape == field.shape}
+    vectors = {key: field for key, field in comparable.items() if len(field.shape) == 1}
     silent = {
         "the policy": [key for key, field in vectors.items() if not field.names],
         "the data": [key for key, field in vectors.items() if field.names and not recorded[key].names],
@@ -171,11 +173,14 @@ def _compare(key: str, recorded: Field, wanted: Field, whose: str) -> Finding:
         different = [
             f"'{data_name}' where the {whose} has '{other}'" for data_name, other in pairs if data_name != other
         ]
-        same = sorted(recorded.names) == sorted(wanted.names)
+        same_names = sorted(recorded.names) == sorted(wanted.names)
         kind = "action order" if key == "action" else "observation order"
-        remedy = "Reorder the dataset's columns by name." if same else RENAME_ELEMENTS
+        remedy = "Reorder the dataset's columns by name." if same_names else RENAME_ELEMENTS
         return Finding(
-            kind if same else key, Health.BAD if same else Health.WARNING, f"{key}: {listed(different)}", remedy
+            kind if same_names else key,
+            Health.BAD if same_names else Health.WARNING,
+            f"{key}: {listed(different)}",
+            remedy,
         )
     if not same_units(recorded, wanted):
         text = f"dataset in '{recorded.unit}', {whose} in '{wanted.unit}'"
@@ -257,9 +262,9 @@ def _disagreeing(stored: dict[str, object], values: np.ndarray, names: tuple[str
     if not len(values):
         return []
     span = np.ptp(values, axis=0)
-    allowed = TOLERANCE * span + 1e-4 * np.abs(values).max(0) + 1e-6
+    tolerance = TOLERANCE * span + 1e-4 * np.abs(values).max(0) + 1e-6
     squares = 1e-3 * np.abs(values).max(0)  # a std from sums of squares in float32 is no better, which constants show
-    true = {"mean": values.mean(0), "std": values.std(0), "min": values.min(0), "max": values.max(0)}
+    true_statistics = {"mean": values.mean(0), "std": values.std(0), "min": values.min(0), "max": values.max(0)}
     texts: list[str] = []
     for name in COMPARED:
         try:
@@ -267,12 +272,12 @@ def _disagreeing(stored: dict[str, object], values: np.ndarray, names: tuple[str
         except (KeyError, TypeError, ValueError):
             texts.append(f"no {name}")
             continue
-        if stored_values.shape != true[name].shape:
-            texts.append(f"{name} has {stored_values.size} elements, not {true[name].size}")
+        if stored_values.shape != true_statistics[name].shape:
+            texts.append(f"{name} has {stored_values.size} elements, not {true_statistics[name].size}")
             continue
-        differs = ~(np.abs(stored_values - true[name]) <= allowed + (squares if name == "std" else 0.0))
+        differs = ~(np.abs(stored_values - true_statistics[name]) <= tolerance + (squares if name == "std" else 0.0))
         texts += [
-            f"{name} of '{names[i]}' is {stored_values[i]:.4g}, not {true[name][i]:.4g}"
+            f"{name} of '{names[i]}' is {stored_values[i]:.4g}, not {true_statistics[name][i]:.4g}"
             for i in np.flatnonzero(differs)
         ]
     return texts

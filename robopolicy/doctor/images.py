@@ -87,13 +87,15 @@ def standing_still(camera: str, episodes: list[str]) -> list[Finding]:
 
 def _check_twins(episodes: Episodes) -> list[Finding]:
     """Check for pairs of cameras with the same images."""
-    every = max(1, episodes.step_count // 64)
-    some = {camera: episodes.observation[IMAGE_PREFIX + camera][::every].cpu().numpy() for camera in episodes.cameras}
+    stride = max(1, episodes.step_count // 64)
+    samples = {
+        camera: episodes.observation[IMAGE_PREFIX + camera][::stride].cpu().numpy() for camera in episodes.cameras
+    }
     twins = [
         f"'{first}' and '{second}'"
-        for first, second in itertools.combinations(some, 2)
-        if some[first].shape == some[second].shape
-        and _difference(some[first].astype(np.float32), some[second].astype(np.float32)) < TWIN
+        for first, second in itertools.combinations(samples, 2)
+        if samples[first].shape == samples[second].shape
+        and _difference(samples[first].astype(np.float32), samples[second].astype(np.float32)) < TWIN
     ]
     remedy = "One camera was recorded twice, or both names refer to one device: record again with both cameras."
     return [Finding("camera order", Health.BAD, f"{pair} show the same images", remedy) for pair in twins]
@@ -133,10 +135,10 @@ def _check_camera(episodes: Episodes, camera: str) -> list[Finding]:
     flat = final & (spread < FLAT) & ~black & ~white
     owner = torch.repeat_interleave(torch.arange(len(episodes)), episodes.lengths.cpu() + 1)
     findings = []
-    for bad, description in ((black, "black"), (white, "white"), (flat, "of one colour")):
-        if bad.any():
-            episodes_text = listed([str(index) for index in owner[bad].unique().tolist()])
-            text = f"{int(bad.sum())} of {int(final.sum())} images are {description} (episodes {episodes_text})"
+    for mask, description in ((black, "black"), (white, "white"), (flat, "of one colour")):
+        if mask.any():
+            episodes_text = listed([str(index) for index in owner[mask].unique().tolist()])
+            text = f"{int(mask.sum())} of {int(final.sum())} images are {description} (episodes {episodes_text})"
             remedy = (
                 "The camera was covered, unplugged or not exposed (or images were written as 0 to 1): exclude "
                 "these episodes."
@@ -322,12 +324,12 @@ def _compare_delays(camera: str, recorded: np.ndarray, shown: np.ndarray, known:
     error: dict[int, tuple[float, float]] = {}
     for delay in range(-LATEST, LATEST + 1):
         # Of late images only those count that are not the first one again, of early ones those that the film reaches.
-        inside = (time > delay if delay > 0 else time < len(time) + delay) & known
-        region = moving & inside[..., None, None, None]
-        if inside.sum() >= ENOUGH and region.any():
+        comparable = (time > delay if delay > 0 else time < len(time) + delay) & known
+        region = moving & comparable[..., None, None, None]
+        if comparable.sum() >= ENOUGH and region.any():
             then = shown[:, np.clip(time - delay, 0, len(time) - 1)]
-            shifted_error, plain = (float(np.abs(recorded - film)[region].mean()) for film in (then, shown))
-            error[delay] = shifted_error, plain
+            shifted_error, plain_error = (float(np.abs(recorded - film)[region].mean()) for film in (then, shown))
+            error[delay] = shifted_error, plain_error
     best = min(error, key=lambda delay: error[delay][0], default=0)
     if best == 0 or error[best][1] < OFF or error[best][0] > EXPLAINED * error[best][1]:
         return [Finding("image timing", Health.GOOD, f"the images of '{camera}' are synchronous with the state")]

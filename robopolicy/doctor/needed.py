@@ -52,7 +52,7 @@ def needed_actions(
     [A].
     """
     actions = np.clip(motion.actions, *bounds)
-    executed, replaced = actions.copy(), np.zeros(actions.shape[:2], dtype=bool)
+    executed_actions, replaced = actions.copy(), np.zeros(actions.shape[:2], dtype=bool)
     solved = np.ones(actions.shape[:2], dtype=bool)
     given_up = np.zeros(len(actions), dtype=bool)
     first, rows = _first_wrong(motion, play(actions), scale), np.arange(len(actions))
@@ -69,7 +69,7 @@ def needed_actions(
         first = _first_wrong(motion, play(actions), scale)
     for row in rows[first >= 0]:
         solved[row, max(first[row] - 1, 0) :] = False
-    return Needed(motion.actions, executed, actions, motion.frames, solved & motion.known[:, 1:])
+    return Needed(motion.actions, executed_actions, actions, motion.frames, solved & motion.known[:, 1:])
 
 
 def _first_wrong(motion: Motion, frames: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -107,12 +107,12 @@ def solve_step(
         change[:, dimension] = np.where(inward, -size, size)
         columns.append((respond(current + change) - before) / change[:, dimension, None])
     inverse = np.linalg.pinv(np.stack(columns, -1), rcond=1e-6)
-    best, least = current, np.abs(target / scale - before).max(-1)
+    best, least_error = current, np.abs(target / scale - before).max(-1)
     for _ in range(ITERATIONS):
         current = np.clip(current + np.einsum("eas,es->ea", inverse, target / scale - before), low, high)
         before = respond(current)
         error = np.abs(target / scale - before).max(-1)
-        best, least = np.where((error < least)[:, None], current, best), np.minimum(error, least)
+        best, least_error = np.where((error < least_error)[:, None], current, best), np.minimum(error, least_error)
     return best
 
 
@@ -151,11 +151,11 @@ def single_actions(needed: Needed, names: tuple[str, ...], episodes: np.ndarray)
 def only_some(needed: Needed, names: tuple[str, ...]) -> list[Finding]:
     """Report the action dimensions that differ from the required ones, when others agree."""
     differs = _wrong(needed)
-    odd = differs.any((0, 1))
-    if differs.sum() < ENOUGH or odd.all():
+    differing = differs.any((0, 1))
+    if differs.sum() < ENOUGH or differing.all():
         return []
     texts = []
-    for i in np.flatnonzero(odd):
+    for i in np.flatnonzero(differing):
         size = float(np.abs(needed.executed - needed.actions)[..., i][differs[..., i]].mean())
         texts.append(f"'{names[i]}' by {size:.2g} on average")
     text = f"only these action elements differ from what the motion needs: {listed(texts)}"
@@ -191,9 +191,9 @@ def _relation(
     if (below | above)[wrong].all():
         text = f"is clipped to {low:.3g} to {high:.3g}, though the motion needs {span}"
         return "clipped actions", text, "Record the actions before they are clipped, or clip them on the robot as well."
-    late = _late_by(needed, recorded_values, needed_values)
-    if late:
-        text = f"is stored {late} {'step' if late == 1 else 'steps'} too late"
+    delay = _late_by(needed, recorded_values, needed_values)
+    if delay:
+        text = f"is stored {delay} {'step' if delay == 1 else 'steps'} too late"
         return "time shift", text, "Align it: an action belongs to the frame at which it was chosen."
     steps = needed.solved[:, 1:] & needed.solved[:, :-1]
     if _same(recorded_values[:, 1:], np.diff(needed_values, axis=1), steps):
@@ -237,9 +237,9 @@ def _state_in(
 def _late_by(needed: Needed, recorded: np.ndarray, wanted: np.ndarray) -> int:
     """Return the number of steps by which recorded values [E, T] lag the required ones, 0 if they do not."""
     for steps in range(1, min(LATEST, wanted.shape[1] - 1) + 1):
-        both = needed.solved[:, steps:] & needed.solved[:, :-steps]
-        moves = both & (np.abs(wanted[:, steps:] - wanted[:, :-steps]) > 1e-6)
-        if moves.sum() >= ENOUGH and _same(recorded[:, steps:], wanted[:, :-steps], both):
+        both_solved = needed.solved[:, steps:] & needed.solved[:, :-steps]
+        moves = both_solved & (np.abs(wanted[:, steps:] - wanted[:, :-steps]) > 1e-6)
+        if moves.sum() >= ENOUGH and _same(recorded[:, steps:], wanted[:, :-steps], both_solved):
             return steps
     return 0
 
@@ -248,8 +248,8 @@ def _same(first: np.ndarray, second: np.ndarray, where: np.ndarray) -> bool:
     """Whether nearly all selected values [E, T] are equal, and there are enough of them."""
     if where.sum() < ENOUGH:
         return False
-    near = np.abs(first - second)[where] < EXACT * max(float(first[where].std()), 1e-9)
-    return float(near.mean()) > 0.95
+    is_near = np.abs(first - second)[where] < EXACT * max(float(first[where].std()), 1e-9)
+    return float(is_near.mean()) > 0.95
 
 
 def _fit(values: np.ndarray, features: np.ndarray) -> np.ndarray | None:

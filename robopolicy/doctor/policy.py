@@ -97,11 +97,11 @@ def check_policy_on_data(
     def error(actions: Tensor) -> float:
         return float((((actions - data_actions) / spread)[:, moving]).pow(2).mean())
 
-    plain = error(policy_actions)
-    findings = [_imitation(plain, success)]
+    plain_error = error(policy_actions)
+    findings = [_imitation(plain_error, success)]
     fits = _action_normalizer_fits(policy, data_actions)
     findings += _compare_actions(policy_actions, data_actions, element_names(policy.spec.action, "action"), fits)
-    findings += _explain_images(observation, lambda changed: error(decide(changed)), plain)
+    findings += _explain_images(observation, lambda changed: error(decide(changed)), plain_error)
     order = torch.randperm(len(data_actions), generator=generator, device=generator.device)
     shuffled: TensorObservation = {
         key: value[order] if isinstance(value, Tensor) else [value[index] for index in order.tolist()]
@@ -141,27 +141,27 @@ def _check_normalizer(key: str, normalizer: Normalizer, values: Tensor, names: t
     offset, scale = (part.detach().cpu().flatten() for part in (normalizer.offset, normalizer.scale))
     values = values.cpu().float().reshape(len(values), -1)
     refit = Normalizer((len(offset),), normalizer.mode).fit(values)
-    outside = (((values - offset) / scale).abs() > OUTSIDE[normalizer.mode]).float().mean(0) > SHARE
+    outside_mask = (((values - offset) / scale).abs() > OUTSIDE[normalizer.mode]).float().mean(0) > SHARE
     varies = values.std(0, correction=0) > CONSTANT_SCALE
     subsequence = torch.where(varies, refit.scale / scale, torch.ones_like(scale))
     narrow = varies & (subsequence < 1 / NARROW)
     if 2 * int(narrow.sum()) <= int(varies.sum()):
         narrow[:] = False
-    off = (outside | narrow).nonzero().squeeze(1).tolist()
+    off = (outside_mask | narrow).nonzero().squeeze(1).tolist()
     if not off:
         return []
     labels = [f"'{name}'" for name in names] or [f"'{key}[{index}]'" for index in range(len(offset))]
     details = listed([_misfit(labels[i], refit, offset, scale, i) for i in off], 3)
-    swapped = _swapped(offset, scale, refit, off, labels)
+    exchanges = _swapped(offset, scale, refit, off, labels)
     cause = "fitted on other data"
     if bool((offset == 0).all() and (scale == 1).all()):
         cause = "fitted on values from -1 to 1, or never fitted (offset 0, scale 1)"
-    elif swapped:
-        cause = f"fits if {listed(swapped, 2)} are exchanged"
+    elif exchanges:
+        cause = f"fits if {listed(exchanges, 2)} are exchanged"
     remedy = (
         "Train on this data (which fits them again), or convert the data to the units that the policy was trained with."
     )
-    health = Health.WARNING if len(off) == 1 and len(labels) > 2 and not swapped else Health.BAD
+    health = Health.WARNING if len(off) == 1 and len(labels) > 2 and not exchanges else Health.BAD
     return [Finding("normaliser", health, f"{key}: {cause}: {details}", remedy)]
 
 
@@ -177,8 +177,8 @@ def _swapped(offset: Tensor, scale: Tensor, fitted: Normalizer, off: list[int], 
     """Return the pairs that include a misfitting element and whose elements would fit each other's statistics."""
 
     def fits(i: int, j: int) -> bool:
-        near = abs(float(fitted.offset[i] - offset[j])) < 0.3 * float(scale[j])
-        return near and 1 / 1.5 < float(fitted.scale[i] / scale[j]) < 1.5
+        is_near = abs(float(fitted.offset[i] - offset[j])) < 0.3 * float(scale[j])
+        return is_near and 1 / 1.5 < float(fitted.scale[i] / scale[j]) < 1.5
 
     pairs = [(i, j) for i in off for j in range(len(labels)) if j != i and not (j in off and j < i)]
     return [f"{labels[i]} and {labels[j]}" for i, j in pairs if fits(i, j) and fits(j, i)]
@@ -284,9 +284,9 @@ def check_plan(folder: Path, policy: Policy, episodes: Episodes) -> list[Finding
     plan = load_plan(folder)
     if plan is None:
         return []
-    again = f"Create it again with robopolicy optimize {folder}; without inference.json the policy acts as trained."
+    advice = f"Create it again with robopolicy optimize {folder}; without inference.json the policy acts as trained."
     if plan.refusal(folder):
-        return [Finding(ENGINE_CHECK, Health.WARNING, "inference.json was created for other weights", again)]
+        return [Finding(ENGINE_CHECK, Health.WARNING, "inference.json was created for other weights", advice)]
     episodes = recorded_for(policy, episodes)
     frames = torch.linspace(0, episodes.step_count - 1, min(ENGINE_FRAMES, episodes.step_count)).long()
     frames = frames + episodes.episode_of_step.cpu()[frames]
@@ -294,16 +294,16 @@ def check_plan(folder: Path, policy: Policy, episodes: Episodes) -> list[Finding
     try:
         fast = with_engine(policy, plan.config, plan.cache)
     except ConfigError as error:
-        return [Finding(ENGINE_CHECK, Health.BAD, str(error), again)]
+        return [Finding(ENGINE_CHECK, Health.BAD, str(error), advice)]
     difference = action_error(decided(fast, observation), decided(policy, observation))
     exact = plan.config.exact and plan.cache is None
-    allowed = EXACT if exact else GROWN * float(plan.measured.get("error", 0.0)) + EXACT
+    tolerance = EXACT if exact else GROWN * float(plan.measured.get("error", 0.0)) + EXACT
     text = (
         f"{plan.config.engine}: actions differ by {difference:.2g} standard deviations from the reference, "
-        f"{allowed:.2g} allowed"
+        f"{tolerance:.2g} allowed"
     )
     return [
         Finding(ENGINE_CHECK, Health.GOOD, text)
-        if difference <= allowed
-        else Finding(ENGINE_CHECK, Health.BAD, text, again)
+        if difference <= tolerance
+        else Finding(ENGINE_CHECK, Health.BAD, text, advice)
     ]

@@ -28,7 +28,7 @@ def check_duplicates(episodes: Episodes) -> list[Finding]:
     for index, part in enumerate(actions):
         content = (part.numpy().tobytes(), *(each[index].numpy().tobytes() for each in frames))
         episodes_of_content.setdefault(content, []).append(index)
-    groups = [" = ".join(map(str, same)) for same in episodes_of_content.values() if len(same) > 1]
+    groups = [" = ".join(map(str, duplicates)) for duplicates in episodes_of_content.values() if len(duplicates) > 1]
     if not groups:
         return [Finding("duplicate episodes", Health.GOOD, "no episode is duplicated")]
     surplus = len(episodes) - len(episodes_of_content)
@@ -39,7 +39,7 @@ def check_duplicates(episodes: Episodes) -> list[Finding]:
 
 def check_constant_elements(episodes: Episodes) -> list[Finding]:
     """List observation elements that never change; only a replay can tell whether they should."""
-    still = [
+    constant_names = [
         name
         for key, values in episodes.observation.items()
         if not key.startswith(IMAGE_PREFIX) and len(values) > 1
@@ -50,8 +50,8 @@ def check_constant_elements(episodes: Episodes) -> list[Finding]:
         )
         if span == 0
     ]
-    text = f"constant in the data: {listed(still, 8)}"
-    return [Finding("constant observations", Health.UNKNOWN, text)] if still else []
+    text = f"constant in the data: {listed(constant_names, 8)}"
+    return [Finding("constant observations", Health.UNKNOWN, text)] if constant_names else []
 
 
 def spikes(episodes: Episodes) -> dict[str, list[int]]:
@@ -163,16 +163,16 @@ def _isolated(values: np.ndarray, owner: np.ndarray, names: tuple[str, ...]) -> 
     after = values[2:]
     beyond = ((current > before) & (current > after)) | ((current < before) & (current < after))
     jump = np.minimum(np.abs(current - before), np.abs(current - after))
-    usual = np.ptp(np.quantile(values, [0.005, 0.995], axis=0), axis=0)
+    usual_range = np.ptp(np.quantile(values, [0.005, 0.995], axis=0), axis=0)
     suspicious = np.zeros(values.shape, dtype=bool)
-    suspicious[1:-1] = inner[:, None] & beyond & (jump > SPIKE * usual)
+    suspicious[1:-1] = inner[:, None] & beyond & (jump > SPIKE * usual_range)
     spike_episodes: dict[str, list[int]] = {}
     for index, name in enumerate(names):
-        rest = values[~suspicious[:, index], index]
-        if not suspicious[:, index].any() or not np.ptp(rest) > 0:
+        other_values = values[~suspicious[:, index], index]
+        if not suspicious[:, index].any() or not np.ptp(other_values) > 0:
             continue
-        height = np.maximum(values[:, index] - rest.max(), rest.min() - values[:, index])
-        rows = suspicious[:, index] & (height > SPIKE * np.ptp(rest))
+        height = np.maximum(values[:, index] - other_values.max(), other_values.min() - values[:, index])
+        rows = suspicious[:, index] & (height > SPIKE * np.ptp(other_values))
         if rows.any():
             spike_episodes[name] = sorted({int(episode) for episode in owner[rows]})
     return spike_episodes
@@ -196,8 +196,8 @@ def check_success(episodes: Episodes, spec: WorldSpec | None) -> list[Finding]:
         return [
             Finding("success", Health.UNKNOWN, text, "Success-weighted losses and world models need success labels.")
         ]
-    won = float(episodes.success.float().mean())
-    text = f"{won:.0%} of {len(episodes)} recorded episodes succeeded"
-    if won == 0:
+    success_rate = float(episodes.success.float().mean())
+    text = f"{success_rate:.0%} of {len(episodes)} recorded episodes succeeded"
+    if success_rate == 0:
         return [Finding("success", Health.WARNING, text, "A policy imitates its data: record episodes that succeed.")]
     return [Finding("success", Health.GOOD, text)]

@@ -93,14 +93,16 @@ def check_ends(episodes: Episodes, chosen: np.ndarray, ends: Ends, follows: np.n
     lengths = episodes.lengths.cpu().numpy()
     short = follows & ~ends.ended & ~ends.success & (lengths[chosen] < (horizon or np.inf))
     if short.any():
-        stopped = set(np.flatnonzero(stopped_short(episodes, horizon)).tolist()) - set(chosen[follows].tolist())
-        indices = np.array(sorted({*chosen[short].tolist(), *stopped}))
+        stopped_episodes = set(np.flatnonzero(stopped_short(episodes, horizon)).tolist()) - set(
+            chosen[follows].tolist()
+        )
+        indices = np.array(sorted({*chosen[short].tolist(), *stopped_episodes}))
         findings.append(truncated(indices, lengths, len(episodes), horizon))
-    early = follows & (ends.ran < lengths[chosen])
-    if early.any():
-        first = int(np.flatnonzero(early)[0])
+    ends_early = follows & (ends.ran < lengths[chosen])
+    if ends_early.any():
+        first = int(np.flatnonzero(ends_early)[0])
         text = (
-            f"the world ends {early.sum()} of {len(chosen)} episodes earlier than the recording (episode "
+            f"the world ends {ends_early.sum()} of {len(chosen)} episodes earlier than the recording (episode "
             f"{chosen[first]}: {ends.ran[first]} of {lengths[chosen[first]]} steps)"
         )
         remedy = "The world stops at success or has another time limit: set world.options as in the recording."
@@ -117,14 +119,17 @@ def _check_success(episodes: Episodes, chosen: np.ndarray, ends: Ends, follows: 
     text = f"{agree:.0%} of {len(chosen)} replays end like the recording"
     labels = differ & follows
     if labels.sum() > max(1, 0.05 * len(chosen)) and labels.sum() >= 0.5 * differ.sum():
-        failed, won = _numbers(chosen[labels & ~data_success]), _numbers(chosen[labels & data_success])
-        parts = [f"labelled as failed, but they succeed: episodes {failed}"] if failed else []
-        parts += [f"labelled as success, but they fail: episodes {won}"] if won else []
+        false_failures, false_successes = (
+            _numbers(chosen[labels & ~data_success]),
+            _numbers(chosen[labels & data_success]),
+        )
+        parts = [f"labelled as failed, but they succeed: episodes {false_failures}"] if false_failures else []
+        parts += [f"labelled as success, but they fail: episodes {false_successes}"] if false_successes else []
         text = f"{text}; their motion matches the recording, so the success labels are wrong ({'; '.join(parts)})"
         return [Finding("success labels", Health.BAD, text, LABELS)]
-    good = agree > 0.95 or (len(chosen) < 20 and agree >= 1 - 1 / len(chosen))
+    agrees = agree > 0.95 or (len(chosen) < 20 and agree >= 1 - 1 / len(chosen))
     return [
-        Finding("replayed success", Health.GOOD if good else Health.BAD, text, "" if good else REMEDY),
+        Finding("replayed success", Health.GOOD if agrees else Health.BAD, text, "" if agrees else REMEDY),
     ]
 
 
@@ -209,9 +214,11 @@ class Replayer:
 
     def repeats(self) -> bool:
         """Whether two resets with the same seeds give the same initial state."""
-        once = {key: np.copy(frames) for key, frames in self.world.reset(seeds=self.seeds).items() if key in self.keys}
-        again = self.world.reset(seeds=self.seeds)
-        return all(np.allclose(frames, again[key], rtol=0, atol=1e-6) for key, frames in once.items())
+        first_start = {
+            key: np.copy(frames) for key, frames in self.world.reset(seeds=self.seeds).items() if key in self.keys
+        }
+        second_start = self.world.reset(seeds=self.seeds)
+        return all(np.allclose(frames, second_start[key], rtol=0, atol=1e-6) for key, frames in first_start.items())
 
     def _run(self, actions: np.ndarray) -> Played:
         rows = len(actions)
@@ -251,12 +258,12 @@ def check_replay(episodes: Episodes, world: World) -> list[Finding]:
 def _chosen(episodes: Episodes, rows: int) -> np.ndarray:
     """Return the indices of at most `rows` episodes, spread over the data; those with spikes come first."""
     rows = min(rows, len(episodes))
-    odd = sorted({episode for episodes_of_spike in spikes(episodes).values() for episode in episodes_of_spike})[
-        : max(rows // 2, 1)
-    ]
+    spiked_episodes = sorted(
+        {episode for episodes_of_spike in spikes(episodes).values() for episode in episodes_of_spike}
+    )[: max(rows // 2, 1)]
     even = np.linspace(0, len(episodes) - 1, rows).round().astype(int).tolist()
-    spare = (episode for episode in (*even, *range(len(episodes))) if episode not in odd)
-    return np.array(sorted({*odd, *itertools.islice(dict.fromkeys(spare), rows - len(odd))}))
+    spare = (episode for episode in (*even, *range(len(episodes))) if episode not in spiked_episodes)
+    return np.array(sorted({*spiked_episodes, *itertools.islice(dict.fromkeys(spare), rows - len(spiked_episodes))}))
 
 
 def _without_spikes(replayer: Replayer, played: Played) -> tuple[list[Finding], Motion]:
@@ -275,9 +282,9 @@ def _without_spikes(replayer: Replayer, played: Played) -> tuple[list[Finding], 
 def _until_end(replayer: Replayer, motion: Motion, played: Played, ends: Ends) -> Motion:
     """Exclude frames after the world has ended episodes, if these follow the recording until then."""
     before = np.arange(motion.known.shape[1]) <= ends.ran[:, None]
-    cut = replace(motion, known=motion.known & before)
-    follows = (replayer.errors(cut, played) < TOLERANCE).all((1, 2))
-    return cut if follows.mean() >= FOLLOWING else motion
+    shortened = replace(motion, known=motion.known & before)
+    follows = (replayer.errors(shortened, played) < TOLERANCE).all((1, 2))
+    return shortened if follows.mean() >= FOLLOWING else motion
 
 
 def _check_columns(replayer: Replayer, motion: Motion, errors: np.ndarray) -> tuple[list[Finding], Motion | None]:
@@ -341,7 +348,7 @@ def _check_motion(
     """
     diverged = error >= TOLERANCE
     leaves, when = np.asarray(diverged.any(1)), np.asarray(diverged.argmax(1))
-    early = leaves & (when <= EARLY)
+    is_early = leaves & (when <= EARLY)
     finding = _agreement("replayed motion", float(np.median(error.max(1))), REMEDY)
     if finding.health is Health.GOOD:
         return _check_few(replayer, motion, leaves, when, chosen, finding)
@@ -349,7 +356,7 @@ def _check_motion(
     explanations = _explain(replayer, motion, max(WINDOW, median_step + EARLY), all_actions)
     if explanations:
         return [finding, *explanations]
-    if not early.any():
+    if not is_early.any():
         text = f"follows the data for {median_step} steps, then diverges"
         remedy = (
             "Chaotic contact can cause this, and so can small differences in version or physics: the data cannot "
@@ -364,23 +371,24 @@ def _check_few(
     replayer: Replayer, motion: Motion, leaves: np.ndarray, when: np.ndarray, chosen: np.ndarray, finding: Finding
 ) -> list[Finding]:
     """Examine the diverging episodes [E] bool, from frame `when` [E] on, when most of the data is correct."""
-    early = leaves & (when <= EARLY)
+    is_early = leaves & (when <= EARLY)
     single_findings: list[Finding] = []
     if leaves.any():
         bounds = (replayer.low, replayer.high)
         requirement = needed_actions(motion, replayer.frames, replayer.scale, bounds, rounds=4)
         single_findings = single_actions(requirement, element_names(replayer.spec.action, "action"), chosen)
-    if early.any():
-        text = f"{early.sum()} of {early.size} episodes diverge early: {listed([str(i) for i in chosen[early]])}"
+    if is_early.any():
+        numbers = listed([str(i) for i in chosen[is_early]])
+        text = f"{is_early.sum()} of {is_early.size} episodes diverge early: {numbers}"
         remedy = "Most of the data is correct: check only these episodes, or exclude them."
-        health = Health.WARNING if early.mean() < 1 - FOLLOWING else Health.BAD
+        health = Health.WARNING if is_early.mean() < 1 - FOLLOWING else Health.BAD
         return [Finding("replayed motion", health, text, remedy), *single_findings]
-    late = (
+    late_text = (
         f"; {leaves.sum()} of {leaves.size} diverge late, as contact causes"
         if leaves.any() and not single_findings
         else ""
     )
-    return [replace(finding, measured=finding.measured + late), *single_findings]
+    return [replace(finding, measured=finding.measured + late_text), *single_findings]
 
 
 def _explain(replayer: Replayer, motion: Motion, steps: int, all_actions: np.ndarray) -> list[Finding]:
@@ -419,9 +427,11 @@ def _other_scale(replayer: Replayer, window: Motion) -> list[Explanation]:
         return replayer.judge(scaled_actions(float(np.exp(logarithm)))(window.cut(SHORT))).error
 
     grid = np.linspace(-1.5, 1.5, 16)
-    near, step = grid[np.argmin([error(value) for value in grid])], grid[1] - grid[0]
+    nearest_value, step = grid[np.argmin([error(value) for value in grid])], grid[1] - grid[0]
     options = {"xatol": 1e-6, "maxiter": 40}
-    result = minimize_scalar(error, bounds=(near - step, near + step), method="bounded", options=options)
+    result = minimize_scalar(
+        error, bounds=(nearest_value - step, nearest_value + step), method="bounded", options=options
+    )
     factor = float(np.exp(result.x))
     corrected = scaled_actions(factor)(window)
     remedy = "Divide by this factor in the data, or set the correct unit in the recorder."

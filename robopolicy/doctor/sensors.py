@@ -87,11 +87,11 @@ def faulty_sensors(recorded: Recorded) -> tuple[list[Finding], list[int]]:
     for column in np.flatnonzero(moves & (recorded.error >= TOLERANCE).any((0, 1))):
         name, values = f"'{recorded.names[column]}'", recorded.frames[..., column][recorded.known]
         starts = recorded.shown[:, 0, column]
-        late = delays.get(column, 0)
+        delay = delays.get(column, 0)
         if np.ptp(values) == 0 and (witness or np.ptp(starts) > 0):
             faults["dead"].append(f"{name} (always {values[0] + 0.0:.4g})")
-        elif witness and late:
-            faults["late"].append(f"{name} by {late} {'step' if late == 1 else 'steps'}")
+        elif witness and delay:
+            faults["late"].append(f"{name} by {delay} {'step' if delay == 1 else 'steps'}")
         elif witness and not agrees[column] and _stuck(recorded, int(column)):
             faults["stuck"].append(name)
         else:
@@ -113,16 +113,16 @@ def faulty_sensors(recorded: Recorded) -> tuple[list[Finding], list[int]]:
 def unlike_the_rest(recorded: Recorded) -> tuple[list[Finding], list[int]]:
     """Report elements with unexplained differences, when at least as many other moving elements agree."""
     agrees, moves = _agreement(recorded), _moving(recorded)
-    odd = np.flatnonzero(~agrees)
-    if not len(odd) or (agrees & moves).sum() < len(odd):
+    differing = np.flatnonzero(~agrees)
+    if not len(differing) or (agrees & moves).sum() < len(differing):
         return [], []
     texts = []
-    for column in odd:
+    for column in differing:
         error = recorded.error[..., column][recorded.known]
         texts.append(f"'{recorded.names[column]}' by {np.median(error):.2g} standard deviations")
     text = f"differs from the world in no known way, while all other elements agree: {listed(texts)}"
     remedy = "Noise, another zero point in each episode, or another quantity: compare it with the world visually."
-    return [Finding("inconsistent sensor", Health.BAD, text, remedy)], odd.tolist()
+    return [Finding("inconsistent sensor", Health.BAD, text, remedy)], differing.tolist()
 
 
 def _agreement(recorded: Recorded) -> np.ndarray:
@@ -155,14 +155,14 @@ def _follows(recorded: Recorded, column: int, steps: int) -> bool:
     """Whether an element shows, in nearly every frame, the world's value `steps` frames earlier."""
     x, y = recorded.frames[..., column], recorded.shown[..., column]
     earlier = np.concatenate([np.repeat(y[:, :1], steps, axis=1), y[:, :-steps]], axis=1)
-    near = np.abs(x - earlier) < TOLERANCE * recorded.scale[column]
-    return float(near[recorded.known].mean()) > 0.98
+    is_near = np.abs(x - earlier) < TOLERANCE * recorded.scale[column]
+    return float(is_near[recorded.known].mean()) > 0.98
 
 
 def _all_late(recorded: Recorded, delays: dict[int, int]) -> bool:
     """Whether everything that moves has the same lag: then frames and actions are shifted, and no sensor is faulty."""
-    late = set(delays.values()) - {0}
-    return len(late) == 1 and all(_follows(recorded, column, min(late)) for column in delays)
+    distinct_delays = set(delays.values()) - {0}
+    return len(distinct_delays) == 1 and all(_follows(recorded, column, min(distinct_delays)) for column in delays)
 
 
 def _stuck(recorded: Recorded, column: int) -> bool:

@@ -85,10 +85,13 @@ def score_judge(
     ranked = spearman(truth[draws], means[draws])
     has_interval = count > 3 and 2 * np.isfinite(ranked).sum() >= len(ranked)
     low, high = percentile_interval(ranked, confidence) if has_interval else (math.nan, math.nan)
-    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
-    good = np.array([truth[one] - truth[other] > threshold for one, other in pairs])
+    pairs = [(first, other) for first in range(count) for other in range(count) if first != other]
+    is_better = np.array([truth[first] - truth[other] > threshold for first, other in pairs])
     let = np.array(
-        [judged(judge, found[one], found[other], margin, relative, confidence, ceiling).better for one, other in pairs]
+        [
+            judged(judge, found[first], found[other], margin, relative, confidence, ceiling).better
+            for first, other in pairs
+        ]
     )
     return JudgeScore(
         judge=judge,
@@ -99,10 +102,10 @@ def score_judge(
         regret=math.nan if spread == 0 else float(truth.max() - truth[means.argmax()]) / spread,
         error=float(np.abs(means - truth).mean()) if comparable else math.nan,
         pairs=len(pairs),
-        good=int(good.sum()),
+        good=int(is_better.sum()),
         accepted=int(let.sum()),
-        false_accepts=_share(let, ~good),
-        false_rejects=_share(~let, good),
+        false_accepts=_share(let, ~is_better),
+        false_rejects=_share(~let, is_better),
     )
 
 

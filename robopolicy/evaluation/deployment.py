@@ -90,15 +90,17 @@ class MixedPolicy:
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
         """Call both policies and return the selected one's actions [B, C, A], without log-probabilities."""
-        both = [
+        actions_of_both = [
             each.act(observation, generator, deterministic=deterministic).actions for each in (self.base, self.tuned)
         ]
-        tuned_mask = uniform((len(both[0]),), generator).cpu() < self.share
+        tuned_mask = uniform((len(actions_of_both[0]),), generator).cpu() < self.share
         if self._thrown is not None and self.coin == "episode":
             tuned_mask = torch.where(self._ended, tuned_mask, self._thrown)
         self._thrown, self._ended = tuned_mask, torch.zeros_like(tuned_mask)
         self.coins.append(tuned_mask)
-        return Decision(torch.where(tuned_mask.to(both[0].device)[:, None, None], both[1], both[0]))
+        return Decision(
+            torch.where(tuned_mask.to(actions_of_both[0].device)[:, None, None], actions_of_both[1], actions_of_both[0])
+        )
 
 
 @dataclass
@@ -242,9 +244,9 @@ def known_base(
     """Play the base alone; return the heads, coins and success [n] for `Deployment.tell`, with a share of 0."""
     totals: dict[str, list[Any]] = {"heads": [], "coins": [], "success": []}
     for start in range(0, len(seeds), world.batch_size):
-        alone = MixedPolicy(base, base, 0.0, coin)
-        wave = play_wave(world, alone, seeds[start : start + world.batch_size], seed, device=device)
-        heads, coins = _thrown(alone, wave.lengths)
+        base_policy = MixedPolicy(base, base, 0.0, coin)
+        wave = play_wave(world, base_policy, seeds[start : start + world.batch_size], seed, device=device)
+        heads, coins = _thrown(base_policy, wave.lengths)
         for name, values in (("heads", heads), ("coins", coins), ("success", wave.success.tolist())):
             totals[name] += values
     return totals

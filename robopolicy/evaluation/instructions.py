@@ -60,13 +60,13 @@ class OtherInstruction:
 
     def _told(self, text: str, row: int) -> str:
         """Return the replacement instruction for a row in which the world gives `text`."""
-        goals, plain = self.world.goals, self.world.meaning(text)
+        goals, plain_text = self.world.goals, self.world.meaning(text)
         if self.text == WRONG:
-            other = goals[(goals.index(plain) + 1 + row % (len(goals) - 1)) % len(goals)]
+            other = goals[(goals.index(plain_text) + 1 + row % (len(goals) - 1)) % len(goals)]
             wordings = [each for each in self.world.instructions if self.world.meaning(each) == other]
             return wordings[row % len(wordings)]
         if self.text == PARAPHRASE:
-            alternatives = [other for other in self.world.paraphrases[plain] if other != text] or [text]
+            alternatives = [other for other in self.world.paraphrases[plain_text] if other != text] or [text]
             return alternatives[row % len(alternatives)]
         return self.text
 

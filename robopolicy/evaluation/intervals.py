@@ -89,14 +89,14 @@ def compare_paired(base: np.ndarray, tuned: np.ndarray, confidence: float = 0.95
     [-1, 1] and stays sensible when one policy never fails. Raises DataError when the vectors do not pair.
     """
     base, tuned = _pair(np.asarray(base, dtype=bool), np.asarray(tuned, dtype=bool), "Success vectors")
-    both, neither = int((base & tuned).sum()), int((~base & ~tuned).sum())
+    both_succeed, neither = int((base & tuned).sum()), int((~base & ~tuned).sum())
     improved, worsened = int((~base & tuned).sum()), int((base & ~tuned).sum())
     episodes = base.size
     discordant = improved + worsened
     from scipy.special import bdtr  # half a second to import: who compares, pays
 
     p_value = min(1.0, 2 * float(bdtr(min(improved, worsened), discordant, 0.5)))
-    low, high = _newcombe(both, improved, worsened, neither, confidence)
+    low, high = _newcombe(both_succeed, improved, worsened, neither, confidence)
     return PairedComparison(
         episodes=episodes,
         base=float(base.mean()),

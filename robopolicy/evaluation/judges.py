@@ -64,9 +64,9 @@ class ModelReturn:
 
     def values(self, policy: Policy) -> Array:
         """Return success (0 or 1) or return of each episode [S], with the same noise for every policy."""
-        inside = self.as_inside(policy)
+        model_policy = self.as_inside(policy)
         result = evaluate_policy(
-            self.world, inside, self.seeds, generator_seed=self.seed, label=(f"evaluator: {self.name}")
+            self.world, model_policy, self.seeds, generator_seed=self.seed, label=(f"evaluator: {self.name}")
         )
         self.env_steps += result.steps if self.trials else 0
         return result.success.astype(np.float64) if self.by == "success" else result.returns
@@ -121,14 +121,14 @@ def highest_credible(episodes: Episodes, discount: float) -> float:
     reward = episodes.reward
     if reward is None:
         raise DataError("The highest credible value is determined from rewards, and this dataset has none.")
-    inside = episodes.to("cpu")
-    returns = returns_to_go(reward.cpu(), inside, discount)[inside.starts]
-    if inside.terminated is not None and discount < 1:
-        going_on = torch.maximum(returns, returns / (1 - discount ** inside.lengths.to(returns)))
-        returns = torch.where(inside.terminated, returns, going_on)
-    if inside.success is None or not bool(inside.success.any()):
+    cpu_episodes = episodes.to("cpu")
+    returns = returns_to_go(reward.cpu(), cpu_episodes, discount)[cpu_episodes.starts]
+    if cpu_episodes.terminated is not None and discount < 1:
+        going_on = torch.maximum(returns, returns / (1 - discount ** cpu_episodes.lengths.to(returns)))
+        returns = torch.where(cpu_episodes.terminated, returns, going_on)
+    if cpu_episodes.success is None or not bool(cpu_episodes.success.any()):
         return float(returns.max())
-    return float(quantile(returns[inside.success], 0.9))
+    return float(quantile(returns[cpu_episodes.success], 0.9))
 
 
 class FittedJudge:

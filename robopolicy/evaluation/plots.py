@@ -383,8 +383,8 @@ def imagined_beside_real(tasks: Mapping[str, Mapping[str, Mapping[str, Any]]]) -
         for axes, (task, arms) in zip(panels, tasks.items(), strict=True):
             for row, arm in enumerate(arms.values()):
                 base, imagined_rate = (arm[name]["success_rate"] for name in ("base", "imagined"))
-                reached = sum(arm["each"]) / len(arm["each"])
-                axes.plot([reached, imagined_rate], [row, row], color=THIRD, linewidth=1.2, alpha=0.6, zorder=1)
+                mean_rate = sum(arm["each"]) / len(arm["each"])
+                axes.plot([mean_rate, imagined_rate], [row, row], color=THIRD, linewidth=1.2, alpha=0.6, zorder=1)
                 axes.scatter([base], [row], marker="|", s=90, color=BASE, linewidths=2, label="base, real")
                 axes.scatter(arm["each"], [row] * len(arm["each"]), s=26, alpha=0.8, color=TUNED, label="tuned, real")
                 axes.scatter([imagined_rate], [row], marker="D", s=24, color=THIRD, label="tuned, imagined")

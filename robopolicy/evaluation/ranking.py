@@ -253,8 +253,8 @@ def _warnings(scores: np.ndarray) -> list[str]:
 
 def _resampled_rates(results: list[EvaluationResult], generator: np.random.Generator, resamples: int) -> np.ndarray:
     """Return the success rates of k policies under resampled episodes, [resamples, k]."""
-    shared = all(np.array_equal(np.sort(result.seeds), np.sort(results[0].seeds)) for result in results)
-    if not shared:
+    same_seeds = all(np.array_equal(np.sort(result.seeds), np.sort(results[0].seeds)) for result in results)
+    if not same_seeds:
         rates = [generator.binomial(r.episodes, r.success_rate, size=resamples) / r.episodes for r in results]
         return np.stack(rates, axis=1)
     success = np.stack([result.success[np.argsort(result.seeds)] for result in results]).astype(np.float64)

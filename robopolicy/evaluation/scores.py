@@ -37,9 +37,13 @@ class Performance:
     @staticmethod
     def of(returns: np.ndarray, success: np.ndarray) -> "Performance":
         """Summarise returns [E] and success [E] bool. Raises DataError without episodes."""
-        count, won = len(returns), int(success.sum())
+        count, successes = len(returns), int(success.sum())
         return Performance(
-            count, float(np.mean(returns)), *mean_interval(returns), won / max(count, 1), *wilson(won, count)
+            count,
+            float(np.mean(returns)),
+            *mean_interval(returns),
+            successes / max(count, 1),
+            *wilson(successes, count),
         )
 
     @staticmethod

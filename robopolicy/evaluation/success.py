@@ -123,7 +123,7 @@ class EvaluationResult:
     def summary(self) -> dict[str, Any]:
         """Return the metrics without the per-episode lists, for a metrics line."""
         low, high = self.interval
-        several = {"by_instruction": self.by_instruction()} if self.instructions else {}
+        instruction_metrics = {"by_instruction": self.by_instruction()} if self.instructions else {}
         beyond = {"actions_outside": self.outside} if self.outside else {}
         return {
             "world": self.world,
@@ -142,7 +142,7 @@ class EvaluationResult:
             "deterministic": self.deterministic,
             "seconds": self.seconds,
             "steps": self.steps,
-            **several,
+            **instruction_metrics,
             **beyond,
         }
 
@@ -199,10 +199,10 @@ def evaluate_policy(
         raise ConfigError("Evaluation needs at least one seed: set episodes=1 or more.")
     if len(np.unique(seeds)) != len(seeds):
         raise ConfigError("Evaluation seeds are repeated: repeated episodes are not independent, pass distinct seeds.")
-    success, cut = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
+    success, truncated = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
-    several, instructions = len(world.spec.goals) > 1, np.full(len(seeds), "", dtype=object)
-    seconds, outside = 0.0, OutsideBounds(world.spec)
+    has_instructions, instructions = len(world.spec.goals) > 1, np.full(len(seeds), "", dtype=object)
+    seconds, outside_bounds = 0.0, OutsideBounds(world.spec)
     with progress(label, len(seeds)) as advance:
         for index in waves(seeds, world.batch_size):
             cached_wave = None if kept is None else kept.known(label, seeds[index])
@@ -215,9 +215,9 @@ def evaluate_policy(
                     kept.keep(label, seeds[index], *cached_wave)
             wave, seconds = cached_wave[0], seconds + cached_wave[1]
             success[index], returns[index] = wave.success, wave.returns
-            lengths[index], cut[index] = wave.lengths, wave.cut
-            outside.steps += int(wave.lengths.sum())
-            outside.counts += 0 if wave.outside is None else wave.outside
+            lengths[index], truncated[index] = wave.lengths, wave.cut
+            outside_bounds.steps += int(wave.lengths.sum())
+            outside_bounds.counts += 0 if wave.outside is None else wave.outside
             instructions[index] = [world.spec.meaning(text) for text in wave.instructions]
             advance(len(index))
     return EvaluationResult(
@@ -226,14 +226,14 @@ def evaluate_policy(
         success=success,
         returns=returns,
         lengths=lengths,
-        cut=cut,
+        cut=truncated,
         deterministic=deterministic,
         seconds=seconds,
         steps=int(lengths.sum()),
         confidence=confidence,
         reports_success=world.spec.reports_success,
-        instructions=tuple(instructions) if several else (),
-        outside=outside.text,
+        instructions=tuple(instructions) if has_instructions else (),
+        outside=outside_bounds.text,
     )
 
 
@@ -276,8 +276,8 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """Return the summaries and outcomes of both modes."""
         smoothness = {mode: each.to_json() for mode, each in self.smoothness.items()}
-        both = {"deterministic": self.deterministic.to_json(), "stochastic": self.stochastic.to_json()}
-        return {**both, "smoothness": smoothness} if smoothness else both
+        results = {"deterministic": self.deterministic.to_json(), "stochastic": self.stochastic.to_json()}
+        return {**results, "smoothness": smoothness} if smoothness else results
 
 
 def judge(

@@ -100,11 +100,11 @@ def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         verdict = stage.get("policy")
         rates = ["", "", ""]
         if verdict is not None:
-            plain, noisy = verdict["deterministic"], verdict["stochastic"]
+            deterministic, noisy = verdict["deterministic"], verdict["stochastic"]
             rates = [
-                f"{plain['success_rate']:.1%}",
+                f"{deterministic['success_rate']:.1%}",
                 f"{noisy['success_rate']:.1%}",
-                f"{plain['low']:.1%} to {plain['high']:.1%}",
+                f"{deterministic['low']:.1%} to {deterministic['high']:.1%}",
             ]
         steps = stage["world_steps"]
         rows.append([name, stage["verb"], *rates, "" if steps is None else f"{steps:,}", f"{stage['seconds']:.0f}"])

@@ -269,8 +269,8 @@ def _titled(frames: np.ndarray, text: str) -> np.ndarray:
     """Return frames [T, height, width, 3] with a line of text above them."""
     title = Image.new("RGB", (frames.shape[2], CAPTION), BACKGROUND)
     ImageDraw.Draw(title).text((GAP, 2), text, TEXT, _font(12))
-    repeated = np.broadcast_to(np.asarray(title), (len(frames), *np.asarray(title).shape))
-    return np.concatenate([repeated, frames], axis=1)
+    title_frames = np.broadcast_to(np.asarray(title), (len(frames), *np.asarray(title).shape))
+    return np.concatenate([title_frames, frames], axis=1)
 
 
 @cache

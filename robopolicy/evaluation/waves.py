@@ -82,7 +82,7 @@ def play_wave(
         after_step(None)
     if watch is not None:
         watch(None)
-    outside = OutsideBounds(world.spec)
+    outside_bounds = OutsideBounds(world.spec)
     returns = np.zeros(rows)
     lengths = np.zeros(rows, dtype=np.int64)
     step = None
@@ -90,7 +90,7 @@ def play_wave(
         step = part.step
         returns += np.where(step.valid, step.reward, 0.0).sum(-1)
         lengths += step.valid.sum(-1)
-        outside.add(part.actions, step.valid & (np.arange(rows) < count)[:, None])
+        outside_bounds.add(part.actions, step.valid & (np.arange(rows) < count)[:, None])
         if after_step is not None:
             after_step(step)
         if watch is not None:
@@ -98,11 +98,16 @@ def play_wave(
         if lengths.max() > horizon and player.running.any():
             raise SpecError(f"'{world.spec.name}' has a horizon of {horizon} steps but did not end the episode then.")
     assert step is not None
-    cut = np.zeros(rows, dtype=bool)
+    truncated = np.zeros(rows, dtype=bool)
     if step.horizon_end is not None:
-        cut = step.horizon_end & ~step.terminated & ~step.truncated
+        truncated = step.horizon_end & ~step.terminated & ~step.truncated
     return Wave(
-        step.success[:count].copy(), returns[:count], lengths[:count], cut[:count], instructions, outside.counts
+        step.success[:count].copy(),
+        returns[:count],
+        lengths[:count],
+        truncated[:count],
+        instructions,
+        outside_bounds.counts,
     )
 
 
@@ -147,8 +152,8 @@ def _key(name: str, seeds: np.ndarray) -> str:
 
 
 def _line(key: str, wave: Wave, seconds: float) -> str:
-    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in asdict(wave).items()}
-    return json.dumps({"key": key, "wave": plain, "seconds": seconds})
+    values = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in asdict(wave).items()}
+    return json.dumps({"key": key, "wave": values, "seconds": seconds})
 
 
 def _read(plain: Mapping[str, Any]) -> Wave:

@@ -59,10 +59,10 @@ def one_step(model: LearnedModel, episodes: Episodes, generator: torch.Generator
         terms = [value for name, value in outcome.rewards.items() if name != SUCCESS]
         reward.append(torch.stack(terms).sum(0).cpu())
         success.append(outcome.success.cpu())
-    true = progress_reward(episodes)[indices]
+    true_reward = progress_reward(episodes)[indices]
     assert episodes.step_success is not None
-    variance = float(true.var(correction=0))
-    error = float((torch.cat(reward) - true).square().mean())
+    variance = float(true_reward.var(correction=0))
+    error = float((torch.cat(reward) - true_reward).square().mean())
     return {
         "reward_error": error / variance if variance > 1e-12 else None,
         "success": precision_recall(torch.cat(success), episodes.step_success[indices]),
@@ -86,12 +86,12 @@ def precision_recall(predicted: Tensor, label: Tensor) -> dict[str, float | int 
     """
     hits = int((predicted & label).sum())
     positives = int(predicted.sum())
-    true = int(label.sum())
+    true_count = int(label.sum())
     return {
         "precision": hits / positives if positives else None,
-        "recall": hits / true if true else None,
-        "f1": 2 * hits / (positives + true) if true else None,
-        "positives": true,
+        "recall": hits / true_count if true_count else None,
+        "f1": 2 * hits / (positives + true_count) if true_count else None,
+        "positives": true_count,
     }
 
 
@@ -145,12 +145,12 @@ def _scores(predicted: Mapping[str, Tensor], episodes: Episodes, frames: Tensor,
     """Compare predicted observations, key -> [R, ...], with recorded frames, over rows whose episode has not ended."""
     errors: dict[str, float] = {}
     for key, value in predicted.items():
-        true = episodes.observation[key]
-        predicted_values, true_values = value.cpu()[alive], true[frames][alive]
+        frames_of_key = episodes.observation[key]
+        predicted_values, true_values = value.cpu()[alive], frames_of_key[frames][alive]
         if key.startswith(IMAGE_PREFIX):
             errors |= {key + ending: figure for ending, figure in compare(predicted_values, true_values).items()}
         else:
-            scale = true.float().std(0, correction=0)
+            scale = frames_of_key.float().std(0, correction=0)
             moving = scale > 1e-6
             if bool(moving.any()):  # of what never changes there is nothing to foretell
                 error = (predicted_values.float() - true_values.float())[:, moving] / scale[moving]

@@ -172,16 +172,16 @@ def _run(
     recorder: Recorder,
 ) -> None:
     """Run the policy on observations [N, H, ...], including the steps of a fine-tuned policy's frozen base."""
-    schedule, quiet = policy.schedule, deterministic or sampler is not None
-    sampler = own_sampler(schedule, deterministic=quiet) if sampler is None else sampler
+    schedule, noise_free = policy.schedule, deterministic or sampler is not None
+    sampler = own_sampler(schedule, deterministic=noise_free) if sampler is None else sampler
     condition = policy.encode(observation)
     features = condition[CONDITION]
     times = sampler.times.to(features.device)
-    late = early = _steps(policy.network, times, features, recorder)
+    late_steps = early_steps = _steps(policy.network, times, features, recorder)
     first = 0
     if policy.base is not None:
         base_condition = features if policy.encoder_is_fixed else policy.base.encode(observation)[CONDITION]
-        early = _steps(policy.base, times, base_condition, recorder)
+        early_steps = _steps(policy.base, times, base_condition, recorder)
         first = int((times > schedule.times[policy.first_step] + 1e-6).sum())
     shape = (len(features), *policy.noise_shape)
     config = policy.config
@@ -190,7 +190,7 @@ def _run(
         shape,
         generator,
         features.device,
-        noisy=not quiet,
+        noisy=not noise_free,
         noise_clip=config.noise_clip,
         scored=slice(policy.first_step, None),
         noisy_steps=None,
@@ -201,7 +201,7 @@ def _run(
         network = _network(policy.network)
         if learns_noise(config):
             noise[first:] = draws.steps[first:] * network.noise_std(times[first:], condition).transpose(0, 1)
-    sample(sampler, lambda x, step: (early if step < first else late).one(x, step), draws.start, noise)
+    sample(sampler, lambda x, step: (early_steps if step < first else late_steps).one(x, step), draws.start, noise)
 
 
 def _steps(network: DenoisingNetwork, times: Tensor, condition: Tensor, recorder: Recorder) -> CachedSteps:

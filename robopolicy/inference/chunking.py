@@ -62,8 +62,8 @@ class Delay:
         """
         position = plan[:, 0] if last is None else last
         keeps = keeps_value(self.hold, self.positions, action.names, position.shape[-1], action.unit)
-        still = torch.where(torch.tensor(keeps, device=position.device), position, 0.0)
-        return still[:, None].expand(-1, self.steps, -1)
+        still_action = torch.where(torch.tensor(keeps, device=position.device), position, 0.0)
+        return still_action[:, None].expand(-1, self.steps, -1)
 
 
 @runtime_checkable

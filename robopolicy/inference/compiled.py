@@ -81,9 +81,9 @@ class CompiledDenoising(LeanDenoising):
         for flag, (_, _, first) in self._at.items():
             if self._is_long(flag):
                 times = self.samplers[flag].times.to(policy.action_low.device)
-                late = self._each_step(policy.network, times)
-                early = self._each_step(policy.base, times) if first and policy.base is not None else late
-                self._at[flag] = early, late, first
+                late_steps = self._each_step(policy.network, times)
+                early_steps = self._each_step(policy.base, times) if first and policy.base is not None else late_steps
+                self._at[flag] = early_steps, late_steps, first
 
     def _each_step(self, network: DenoisingNetwork, times: Tensor) -> Prepared:
         """Return a network with a compiled single step, prepared for times [K]; custom networks are returned
@@ -113,20 +113,24 @@ class CompiledDenoising(LeanDenoising):
     def _chain(self, quiet: bool, condition: Condition, before: Condition, draws: Draws) -> Tensor:
         if draws.quiet is not None:  # which rows are noise-free is drawn: nothing to unroll
             return super()._chain(quiet, condition, before, draws)
-        rows, same = rows_in(condition), before is condition
+        rows, same_condition = rows_in(condition), before is condition
         size = bucket(rows)
         if self._is_long(quiet):
             late_condition = {name: filled(value, size) for name, value in condition.items()}
-            early = late_condition if same else {name: filled(value, size) for name, value in before.items()}
+            early_condition = (
+                late_condition if same_condition else {name: filled(value, size) for name, value in before.items()}
+            )
             steps = None if draws.steps is None else filled(draws.steps, size, 1)
-            return super()._chain(quiet, late_condition, early, Draws(filled(draws.start, size), steps))[:rows]
-        values = [*condition.values(), *(() if same else before.values()), draws.start]
+            return super()._chain(quiet, late_condition, early_condition, Draws(filled(draws.start, size), steps))[
+                :rows
+            ]
+        values = [*condition.values(), *(() if same_condition else before.values()), draws.start]
         inputs = [filled(value, size) for value in values]
         if draws.steps is not None:
             inputs.append(filled(draws.steps, size, 1))
-        key = quiet, same, size
+        key = quiet, same_condition, size
         if key not in self._programs:
-            names = tuple(condition), () if same else tuple(before)
+            names = tuple(condition), () if same_condition else tuple(before)
             self._programs[key] = program(self._of_tensors(quiet, names), inputs)
         return self._programs[key](inputs)[:rows]
 

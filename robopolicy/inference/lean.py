@@ -150,9 +150,9 @@ class LeanDenoising:
 
     def _latents(self, observation: TensorObservation, generator: torch.Generator, deterministic: bool) -> Tensor:
         """Return the clean latents [B, P, A] of a decision."""
-        policy, quiet = self.policy, deterministic or self.policy.scored_by_matching
+        policy, noise_free = self.policy, deterministic or self.policy.scored_by_matching
         condition, before = self._conditions(observation)
-        if quiet:  # what `draw` draws for it
+        if noise_free:  # what `draw` draws for it
             shape = rows_in(condition), *self._noise_shape
             final = self._chain(True, condition, before, Draws(normal(shape, generator, self._device)))
             if policy.scored_by_matching:  # the next decision's noise is that of the policy itself
@@ -190,11 +190,11 @@ class LeanDenoising:
         """Return clean latents [B, P, A]; quiet: noise-free; before: condition of the frozen base's steps."""
         sampler = self.samplers[quiet]
         leading, main_network, first = self._at[quiet]
-        late = main_network(condition)
-        early = leading(before) if first else late
-        predict: Predicts = lambda x, step: (early if step < first else late)(x, step)  # noqa: E731
+        late_network = main_network(condition)
+        early_network = leading(before) if first else late_network
+        predict: Predicts = lambda x, step: (early_network if step < first else late_network)(x, step)  # noqa: E731
         if draws.steps is None:
-            return sample(sampler, predict if first else late, draws.start)
+            return sample(sampler, predict if first else late_network, draws.start)
         noise = draws.steps * self._stds(sampler, condition)
         return sample(sampler, predict, draws.start, noise, self._quiet_steps(sampler, draws, noise))
 
@@ -222,14 +222,14 @@ class LeanDenoising:
         weights_of_step: dict[int, tuple[Tensor, Tensor]] = {}
         for index, steps in enumerate(zip(self._still.steps, sampler.steps, strict=True)):
             pairs = [(pair.latents[0][1], pair.cleans[0][1]) for pair in steps]
-            still = padded[None, None]
+            quiet_elements = padded[None, None]
             if draws.quiet is not None and index >= first:
                 rows = draws.quiet[:, index - first, None, None]
                 noise[index].masked_fill_(rows, 0.0)
-                still = rows if explored == size else still | rows
+                quiet_elements = rows if explored == size else quiet_elements | rows
             elif explored == size or pairs[0] == pairs[1]:
                 continue
-            of_x, of_clean = (torch.where(still, *each) for each in zip(*pairs, strict=True))
+            of_x, of_clean = (torch.where(quiet_elements, *each) for each in zip(*pairs, strict=True))
             weights_of_step[index] = of_x, of_clean
         return weights_of_step
 
@@ -333,8 +333,8 @@ def denoiser_in(precision: str, network: ChunkNetwork, times: Tensor) -> tuple[D
     denoiser, table = network.denoiser, network.denoiser.encode_time(times)
     if precision == "fp32":
         return denoiser, table
-    copied = copy.deepcopy(cast(nn.Module, denoiser)).to(torch.bfloat16)
-    return cast(Denoiser, copied), table.bfloat16()
+    lower_precision = copy.deepcopy(cast(nn.Module, denoiser)).to(torch.bfloat16)
+    return cast(Denoiser, lower_precision), table.bfloat16()
 
 
 CONTEXTS = 2**25

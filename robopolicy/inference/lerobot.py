@@ -284,8 +284,8 @@ class Convolution:
             return functional.conv1d(x, self.weight, self.bias, self.stride, self.padding)
         wide, geometry = x.unsqueeze(2), ((0, self.padding), (1, self.stride), (1, 1), 1)
         if self._packed is None or self._packed[0] != x.shape:
-            plain = self.weight.unsqueeze(2).contiguous().to_mkldnn()
-            self._packed = x.shape, torch.ops.aten.mkldnn_reorder_conv2d_weight(plain, *geometry, wide.shape)
+            weight = self.weight.unsqueeze(2).contiguous().to_mkldnn()
+            self._packed = x.shape, torch.ops.aten.mkldnn_reorder_conv2d_weight(weight, *geometry, wide.shape)
         run = torch.ops.mkldnn._convolution_pointwise
         return run(wide, self._packed[1], self.bias, *geometry, "none", [], "").squeeze(2)
 
@@ -531,6 +531,6 @@ def _scheduled(scheduler: Any, count: int) -> tuple[Tensor, list[StepWeights]]:
             # Song et al. 2021, arXiv:2010.02502, equation 12 without noise; the direction is that of the unclipped
             # prediction: what was predicted, or (x - signal output) / noise.
             towards = (1 - next_alpha) ** 0.5
-            rest = (0.0, towards) if from_noise else (towards / noise, -towards * signal / noise)
-            weights.append(StepWeights(a, b, next_alpha**0.5, *rest, 0.0))
+            direction_weights = (0.0, towards) if from_noise else (towards / noise, -towards * signal / noise)
+            weights.append(StepWeights(a, b, next_alpha**0.5, *direction_weights, 0.0))
     return steps, weights

@@ -98,15 +98,15 @@ def continued(
     """
     denoising_policy = _continuing(policy)
     overlap, steps = underway.rest.shape[1], denoising_policy.config.prediction_steps
-    behind = (0, 0, 0, steps - overlap)
-    target = pad(denoising_policy.action_normalizer(underway.rest), behind)
+    padding = (0, 0, 0, steps - overlap)
+    target = pad(denoising_policy.action_normalizer(underway.rest), padding)
     count = (
         min(underway.delay, denoising_policy.config.prefix_steps) * underway.known
     )  # a robot may be slower than was learned
     guide: Callable[[Steps], Steps] = lambda inner: PrefixedSteps(inner, target, count)  # noqa: E731
     plan = denoising_policy.predict(observation, generator, deterministic=deterministic, guided=guide)
     # What the network says of given steps means nothing, and a robot that is answered sooner executes some of them.
-    return torch.where(given_steps(count, steps)[..., None], pad(underway.rest, behind), plan)
+    return torch.where(given_steps(count, steps)[..., None], pad(underway.rest, padding), plan)
 
 
 def _continuing(policy: object) -> DenoisingPolicy:

@@ -93,10 +93,10 @@ def plans_to_try(
 
 def uniform(calibration: Calibration, config: CacheConfig) -> Tensor:
     """Update every block at evenly spaced steps, [B, K] bool."""
-    free, spaced = calibration.steps - config.last_steps, config.budget - config.last_steps
+    free_steps, spaced = calibration.steps - config.last_steps, config.budget - config.last_steps
     updates = torch.zeros(len(calibration.blocks), calibration.steps, dtype=torch.bool)
-    updates[:, torch.arange(spaced) * free // spaced] = True
-    updates[:, free:] = True
+    updates[:, torch.arange(spaced) * free_steps // spaced] = True
+    updates[:, free_steps:] = True
     return updates
 
 
@@ -124,10 +124,12 @@ def anchors(similarity: Tensor, budget: int, last: int = 0) -> Tensor:
     best total of m choices before step j is best_m[j] = max_{i < j} best_{m-1}[i] + gain[i, j - 1].
     """
     problems, steps = similarity.shape[:2]
-    free = steps - last
-    gain = similarity[:, :free, :free].double().triu().cumsum(-1)
-    before = torch.ones(free, free, dtype=torch.bool, device=similarity.device).tril(-1)  # begins after it ends
-    best = gain.new_full((problems, free + 1), -torch.inf)
+    free_steps = steps - last
+    gain = similarity[:, :free_steps, :free_steps].double().triu().cumsum(-1)
+    before = torch.ones(free_steps, free_steps, dtype=torch.bool, device=similarity.device).tril(
+        -1
+    )  # begins after it ends
+    best = gain.new_full((problems, free_steps + 1), -torch.inf)
     best[:, 0] = 0.0
     choices: list[Tensor] = []
     for _ in range(budget - last):
@@ -135,8 +137,8 @@ def anchors(similarity: Tensor, budget: int, last: int = 0) -> Tensor:
         best = torch.cat([torch.full_like(best[:, :1], -torch.inf), value], 1)
         choices.append(choice)
     is_chosen = torch.zeros(problems, steps, dtype=torch.bool, device=similarity.device)
-    is_chosen[:, free:] = True
-    end = torch.full((problems, 1), free, device=similarity.device)
+    is_chosen[:, free_steps:] = True
+    end = torch.full((problems, 1), free_steps, device=similarity.device)
     for choice in reversed(choices):
         end = choice.gather(1, end - 1)
         is_chosen.scatter_(1, end, True)

@@ -276,9 +276,9 @@ class LanguageModel(nn.Module):
 
     def freeze_vision(self) -> None:
         """Freeze everything but the language model: in a vision-language model the vision tower and connector."""
-        inside = {id(weight) for weight in self.decoder.parameters()}
+        decoder_weights = {id(weight) for weight in self.decoder.parameters()}
         for weight in self.backbone.parameters():
-            weight.requires_grad_(weight.requires_grad and id(weight) in inside)
+            weight.requires_grad_(weight.requires_grad and id(weight) in decoder_weights)
 
     def add_lora(self, rank: int, alpha: float) -> None:
         """Freeze the weights and add LoRA adapters to every linear layer (Hu et al. 2021, arXiv:2106.09685).

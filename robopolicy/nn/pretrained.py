@@ -141,11 +141,11 @@ def _load_model(name: str, config: "PreTrainedConfig") -> "PreTrainedModel":
     transformers = require_extra("transformers", EXTRA)
     with torch.device("meta"):
         byte_count = sum(4 * weight.numel() for weight in transformers.AutoModel.from_config(config).parameters())
-    free = free_memory(torch.device("cpu"))
-    if free is not None and byte_count > free:
+    free_bytes = free_memory(torch.device("cpu"))
+    if free_bytes is not None and byte_count > free_bytes:
         raise ConfigError(
-            f"token.model={name} needs {in_bytes(byte_count)} of memory in fp32, but only {in_bytes(free)} are free: "
-            "choose a smaller checkpoint or a larger machine."
+            f"token.model={name} needs {in_bytes(byte_count)} of memory in fp32, but only {in_bytes(free_bytes)} are "
+            f"free: choose a smaller checkpoint or a larger machine."
         )
     model, loading_info = transformers.AutoModel.from_pretrained(
         name,

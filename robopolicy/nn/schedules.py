@@ -92,8 +92,8 @@ class NoiseSchedule(nn.Module):
         if explored is not None and explored < x.shape[-1] and not deterministic:
             # An SDE's drift corrects for its noise: what gets none must not have it either.
             noisy = self.transition(x, prediction, step)
-            still = self.transition(x, prediction, step, deterministic=True).mean
-            return Normal(torch.cat([noisy.mean[..., :explored], still[..., explored:]], -1), noisy.std)
+            noise_free_mean = self.transition(x, prediction, step, deterministic=True).mean
+            return Normal(torch.cat([noisy.mean[..., :explored], noise_free_mean[..., explored:]], -1), noisy.std)
         table = self.deterministic_table if deterministic else self.table
         a, b, c, d, std = table[step][..., None, None].unbind(-3)
         clean = a * x + b * prediction
@@ -298,9 +298,9 @@ class EstimateSchedule(NoiseSchedule):
         if sampling_steps < 1:
             raise ConfigError(f"A chain needs at least one sampling step, but got {sampling_steps}.")
         time = torch.arange(sampling_steps, 0, -1, dtype=torch.float64) / sampling_steps
-        none, one = torch.zeros_like(time), torch.ones_like(time)
+        none, ones = torch.zeros_like(time), torch.ones_like(time)
         std = level / (1 - time + 1 / sampling_steps)
-        tables = [torch.stack([none, one, one, none, noise], -1) for noise in (std, none)]
+        tables = [torch.stack([none, ones, ones, none, noise], -1) for noise in (std, none)]
         super().__init__(time, tables[0], tables[1], None)
 
     @staticmethod

@@ -25,8 +25,8 @@ def learned(module: Weights) -> dict[str, Tensor]:
 
     Restored by `load_learned`.
     """
-    rest = _resting(module)
-    return {name: value for name, value in module.state_dict().items() if name not in rest}
+    frozen_names = _resting(module)
+    return {name: value for name, value in module.state_dict().items() if name not in frozen_names}
 
 
 def load_learned(module: Weights, weights: Mapping[str, Tensor]) -> None:

@@ -138,8 +138,8 @@ class RobopolicyPolicy(PreTrainedPolicy):
         ]
 
     def _decided(self) -> Tensor:
-        joined = {key: np.concatenate([each[key] for each in self._seen]) for key in self._seen[0]}
-        actions, _ = self.actor.choose(joined)
+        observation = {key: np.concatenate([each[key] for each in self._seen]) for key in self._seen[0]}
+        actions, _ = self.actor.choose(observation)
         return torch.as_tensor(actions, dtype=torch.float32, device=str(self.config.device))
 
 

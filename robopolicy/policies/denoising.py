@@ -351,8 +351,8 @@ class DenoisingPolicy(nn.Module):
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean.device)
         condition = repeat_rows(self._condition(batch["observation"], batch, generator), levels)
         noisy, times = self.schedule.corrupt(clean, noise, level), self.schedule.level_times(level)
-        if most := self.config.prefix_steps:
-            count = draw_counts(len(clean), most, self.config.prefix_decay, generator)
+        if prefix_limit := self.config.prefix_steps:
+            count = draw_counts(len(clean), prefix_limit, self.config.prefix_decay, generator)
             # Given steps enter clean and are no target: the network learns to go on from them.
             noisy = with_prefix(noisy, clean, count.to(clean.device))
             valid = valid & ~given_steps(count.to(valid.device), valid.shape[1])

@@ -112,14 +112,14 @@ class JointModel(nn.Module):
         cloned_steps = cloned[episodes.episode_of_step].nonzero()[:, 0]
         all_steps = torch.arange(episodes.step_count)
         count = round(config.policy_share * config.batch_size)
-        rest = max(1, (config.batch_size - count) // 2)
+        role_count = max(1, (config.batch_size - count) // 2)
         data, returns = SequenceData(episodes, self.state_vector.keys), self._returns(episodes)
         while True:
             batch: dict[str, Any] = {}
             for role, rows, size in (
                 ("policy", cloned_steps, count),
-                ("world", all_steps, rest),
-                ("value", all_steps, rest),
+                ("world", all_steps, role_count),
+                ("value", all_steps, role_count),
             ):
                 indices = torch.randint(len(rows), (size,), generator=generator, device=generator.device).cpu()
                 batch[role] = self._standard(self._cut(data, returns, rows[indices]))
@@ -266,10 +266,10 @@ class JointModel(nn.Module):
         """Return the frames of chunks that start at steps `rows` [M]; after the end of an episode its last frame is
         repeated.
         """
-        cut = data.cut(rows, 0, self.config.chunk)
-        state = self.state_vector.pack(cut.frames)
+        sequences = data.cut(rows, 0, self.config.chunk)
+        state = self.state_vector.pack(sequences.frames)
         change, value = state[:, -1] - state[:, 0], returns[rows][:, None]
-        return {STATE: state[:, 0], ACTION: cut.actions.flatten(1), FUTURE: change, VALUE: value}
+        return {STATE: state[:, 0], ACTION: sequences.actions.flatten(1), FUTURE: change, VALUE: value}
 
     def _standard(self, frames: Mapping[str, Tensor]) -> dict[str, Tensor]:
         device = self.place.device

@@ -149,8 +149,8 @@ def matching_scores(
     error = part.of((prediction - schedule.target(clean, flat_noise, flat_level)).square()).mean(-1)
     error = error.reshape(count, samples, -1)
     if "executed" in latents:
-        executed = latents["executed"][:, None].to(error.dtype)
-        loss = (error * executed).sum(-1) / executed.sum(-1).clamp(min=1)
+        executed_mask = latents["executed"][:, None].to(error.dtype)
+        loss = (error * executed_mask).sum(-1) / executed_mask.sum(-1).clamp(min=1)
     else:
         loss = error.mean(-1)
     extras = {"mean": prediction.reshape(noise.shape), "std": torch.ones((), device=loss.device).expand(1, 1, 1, 1)}

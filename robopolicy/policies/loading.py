@@ -69,9 +69,9 @@ def foreign_format(folder: Path | str | Checkpoint) -> ForeignFormat | None:
 def open_checkpoint(folder: Path | str | Checkpoint) -> Checkpoint:
     """Open the checkpoint in `folder`, or the robopolicy checkpoint inside a folder exported for LeRobot's commands."""
     checkpoint = Checkpoint.open(folder)
-    inside = checkpoint.folder / EXPORTED
-    exported = inside.is_dir() and checkpoint.description.get("type") == PLUGIN
-    return Checkpoint.open(inside) if exported else checkpoint
+    exported_folder = checkpoint.folder / EXPORTED
+    exported = exported_folder.is_dir() and checkpoint.description.get("type") == PLUGIN
+    return Checkpoint.open(exported_folder) if exported else checkpoint
 
 
 def checkpoint_in(folder: Path | str) -> Path:

@@ -126,8 +126,8 @@ def draw(
     if explored is not None:
         # After drawing, so that how much is drawn does not depend on what pads an action.
         steps[..., explored:] = 0.0
-    quiet = draw_quiet_steps(schedule.density[scored], noisy_steps, shape[0], generator, device)
-    return Draws(start, steps, quiet, explored)
+    quiet_mask = draw_quiet_steps(schedule.density[scored], noisy_steps, shape[0], generator, device)
+    return Draws(start, steps, quiet_mask, explored)
 
 
 def draw_quiet_steps(
@@ -175,8 +175,8 @@ def sample_chain(
         after = normal.mean if draws.steps is None else normal.sample(draws.steps[step])
         if draws.quiet is not None:
             # Not normal.mean: the drift of an SDE's step corrects for its noise, an ODE's step has neither.
-            still = schedule.transition(x, prediction, step, deterministic=True).mean
-            after = torch.where(draws.quiet[:, index, None, None], still, after)
+            noise_free_mean = schedule.transition(x, prediction, step, deterministic=True).mean
+            after = torch.where(draws.quiet[:, index, None, None], noise_free_mean, after)
         x = after if kept is None else kept.after(after, index)
         latents.append(x)
         means.append(normal.mean)

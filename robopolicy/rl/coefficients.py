@@ -40,12 +40,12 @@ def ppo(
     # d/dtheta of r A is r A grad(logp), since grad r = r grad(logp): the surrogate's gradient is a coefficient on the
     # score. Where the clip is the smaller of the two, the surrogate is constant and the coefficient 0.
     ratio = log_ratio.exp()
-    inside = torch.where(advantage >= 0, ratio <= 1 + clip_high, ratio >= 1 - clip_low)
+    within_clip = torch.where(advantage >= 0, ratio <= 1 + clip_high, ratio >= 1 - clip_low)
     if dual_clip is not None:
-        inside = inside & ((advantage >= 0) | (ratio <= dual_clip))
+        within_clip = within_clip & ((advantage >= 0) | (ratio <= dual_clip))
     if clamped is not None:
-        inside = inside & ~clamped
-    return torch.where(inside, ratio * advantage, 0.0)
+        within_clip = within_clip & ~clamped
+    return torch.where(within_clip, ratio * advantage, 0.0)
 
 
 @mechanism(Slot.COEFFICIENT, "ppo", source="Schulman et al. 2017, arXiv:1707.06347; dual clip: arXiv:1912.09729")
@@ -139,9 +139,9 @@ def bapo(
 
 
 def _positive_share(scored: Scored, bottom: float, top: float) -> Tensor:
-    good = (scored.ratio.clamp(max=top) * scored.advantage.clamp(min=0))[scored.mask].sum()
-    bad = (scored.ratio.clamp(min=bottom) * scored.advantage.clamp(max=0))[scored.mask].sum().abs()
-    return good / (good + bad).clamp(min=1e-12)
+    positive_sum = (scored.ratio.clamp(max=top) * scored.advantage.clamp(min=0))[scored.mask].sum()
+    negative_sum = (scored.ratio.clamp(min=bottom) * scored.advantage.clamp(max=0))[scored.mask].sum().abs()
+    return positive_sum / (positive_sum + negative_sum).clamp(min=1e-12)
 
 
 def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
@@ -159,10 +159,10 @@ def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
     old = scored.rollouts.latents["mean"]
     old = torch.gather(old, 2, scored.chosen[..., None, None].expand(mean.shape))
     # What lies behind the executed steps of a chunk was drawn but has moved nothing.
-    executed = scored.rollouts.valid[:, :, None, :, None].to(mean.dtype)
-    chunk = executed.shape[3]
-    distance = ((mean - old).square() / (2 * std.square().clamp(min=1e-12)))[..., :chunk, :] * executed
-    count = (executed.sum((3, 4)) * mean.shape[-1]).clamp(min=1)
+    executed_mask = scored.rollouts.valid[:, :, None, :, None].to(mean.dtype)
+    chunk = executed_mask.shape[3]
+    distance = ((mean - old).square() / (2 * std.square().clamp(min=1e-12)))[..., :chunk, :] * executed_mask
+    count = (executed_mask.sum((3, 4)) * mean.shape[-1]).clamp(min=1)
     return distance.sum((3, 4)) / count, std.expand(mean.shape).flatten(3)[..., 0]
 
 
@@ -199,8 +199,8 @@ def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -
     c = std * ppo(log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
     if balance:
         c = c * std[scored.mask].square().mean() / std.square().clamp(min=1e-12)
-    plain, guarded = scored.ratio[scored.mask].mean(), log_ratio.exp()[scored.mask].mean()
-    return torch.where(scored.mask, c, 0.0), {"ratio_mean": plain, "guarded_ratio_mean": guarded}
+    ratio_mean, guarded = scored.ratio[scored.mask].mean(), log_ratio.exp()[scored.mask].mean()
+    return torch.where(scored.mask, c, 0.0), {"ratio_mean": ratio_mean, "guarded_ratio_mean": guarded}
 
 
 def sides(advantage: Tensor, counted: Tensor, group: Tensor) -> Tensor:

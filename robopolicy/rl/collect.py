@@ -87,10 +87,12 @@ def play(
         _restart(player, streams, np.flatnonzero(step.ended))
         streams.observation = player.observation
     rows = torch.arange(world.batch_size, device=generator.device)
-    alone = torch.full_like(rows, -1)
+    no_parent = torch.full_like(rows, -1)
     stacked = _stack(columns)
-    stored = stored_images(stacked, frames)
-    return Rollouts(**stacked, episode=rows, group=rows, parent=alone, branch_decision=alone, images=stored)
+    stored_frames = stored_images(stacked, frames)
+    return Rollouts(
+        **stacked, episode=rows, group=rows, parent=no_parent, branch_decision=no_parent, images=stored_frames
+    )
 
 
 def _restart(player: Player[Decided], streams: Streams, rows: Array) -> None:

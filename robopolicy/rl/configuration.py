@@ -79,8 +79,8 @@ class Resolved:
         """Raise ConfigError naming the first mechanism whose needs are not met."""
         for need in sorted(self.own_needs - have, key=lambda item: item.name):
             raise ConfigError(f"algorithm={self.name} needs {need.value}, which this combination does not have.")
-        alone = self.ratio_level is RatioLevel.STEP
-        require(list(self.entries), have | {Need.STEP_RATIOS} if alone else have - {Need.STEP_RATIOS})
+        per_step = self.ratio_level is RatioLevel.STEP
+        require(list(self.entries), have | {Need.STEP_RATIOS} if per_step else have - {Need.STEP_RATIOS})
 
 
 @dataclass(frozen=True)

@@ -129,9 +129,9 @@ def shared_in_groups(groups: Sequence[int], surprises: Sequence[float], each: in
     """
     branches = [each] * len(groups)
     for group in set(groups):
-        some = [place for place, other in enumerate(groups) if other == group]
-        counts = shared_out([surprises[place] for place in some], each * len(some))
-        for place, count in zip(some, counts, strict=True):
+        members = [place for place, other in enumerate(groups) if other == group]
+        counts = shared_out([surprises[place] for place in members], each * len(members))
+        for place, count in zip(members, counts, strict=True):
             branches[place] = count
     return branches
 
@@ -181,13 +181,13 @@ class _Running:
     def tree(self) -> dict[str, Any]:
         """Return the state for `of`. The initial state of a request is the snapshot, or has been dropped."""
         state: Mapping[str, Array] = {} if self.snapshot is None else self.snapshot.arrays
-        plain = {
+        values = {
             item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("request", "snapshot")
         }
         return {
             "request": [self.request.seed, self.request.group, self.request.task],
             "snapshot": {name: torch.as_tensor(value) for name, value in state.items()},
-            "plain": plain,
+            "plain": values,
         }
 
     @staticmethod
@@ -345,7 +345,7 @@ class EpisodePlayer:
         self.waiting.extend(_Running.of(tree["waiting"][str(place)]) for place in range(len(tree["waiting"])))
         self.parts = [tree["parts"]] if tree["parts"] else []
         self.finished = dict(tree["finished"])
-        self.lineage = {number: (parent, step, shared) for number, parent, step, shared in tree["lineage"]}
+        self.lineage = {number: (parent, step, step_shared) for number, parent, step, step_shared in tree["lineage"]}
         self.shared = {(key[0], key[1]): tree["shared"][str(place)] for place, key in enumerate(tree["shared_at"])}
         self.frames = None if self.images == "not" else FrameStore.of(tree["frames"], packed=self.images == "packed")
         self.count = tree["count"]
@@ -361,17 +361,17 @@ class EpisodePlayer:
         flat = _join(self.parts)
         columns = _tree(lambda tensor: tensor[:, None], {key: value for key, value in flat.items() if key != "place"})
         number = torch.arange(len(flat["place"]), device=flat["place"].device)
-        alone = torch.full_like(number, -1)
+        no_parent = torch.full_like(number, -1)
         images = stored_images(columns, self.frames)
         decisions = Rollouts(
-            **columns, episode=number, group=number, parent=alone, branch_decision=alone, images=images
+            **columns, episode=number, group=number, parent=no_parent, branch_decision=no_parent, images=images
         )
         self.parts = [{**flat, "logp_behaviour": score(decisions)[:, 0]}]
 
     def _fill(self) -> None:
         """Assign waiting episodes to free rows: new initial states and branches."""
-        free = [index for index, row in enumerate(self.rows) if row is None]
-        assignments = [(index, self.waiting.popleft()) for index in free[: len(self.waiting)]]
+        free_rows = [index for index, row in enumerate(self.rows) if row is None]
+        assignments = [(index, self.waiting.popleft()) for index in free_rows[: len(self.waiting)]]
         for index, running in assignments:
             # Numbered when they begin and not when they are queued: results come in the order of beginning.
             if running.number < 0:
@@ -412,32 +412,34 @@ class EpisodePlayer:
             return
         assert isinstance(self.world, Snapshots)
         states = self.world.snapshot([index for index, _ in due])
-        more = self.branching.width - 1
-        children = [more] * len(due)
+        child_count = self.branching.width - 1
+        children = [child_count] * len(due)
         if self.branching.uncertain:
-            children = shared_in_groups([row.request.group for _, row in due], [row.surprise for _, row in due], more)
+            children = shared_in_groups(
+                [row.request.group for _, row in due], [row.surprise for _, row in due], child_count
+            )
         for place, (index, running) in enumerate(due):
             state = states.take([place])
             returned = float(self.returns[index])
             step = running.steps
             # Before everything else that waits: a child holds a saved state until it is played.
-            for shared in self._splits(running) * children[place]:
-                child = _Running(running.request, step, state, returned, running.number, -1, step, shared)
+            for branch_step in self._splits(running) * children[place]:
+                child = _Running(running.request, step, state, returned, running.number, -1, step, branch_step)
                 self.waiting.appendleft(child)
 
     def _stopped(self, column: dict[str, Any]) -> Array:
         """Count chunks without movement, and truncate the episodes [B] bool with too many in a row."""
-        stopped = np.zeros(len(self.rows), dtype=bool)
+        stopped_rows = np.zeros(len(self.rows), dtype=bool)
         for index, moves in enumerate(moved(column["observation"], column["next_observation"])):
             running = self.rows[index]
             if running is not None:
                 running.still = 0 if moves else running.still + 1
-                stopped[index] = running.still >= self.stop_still
-        cut = torch.as_tensor(stopped, device=column["truncated"].device)
+                stopped_rows[index] = running.still >= self.stop_still
+        cut_rows = torch.as_tensor(stopped_rows, device=column["truncated"].device)
         # Whoever ends by itself in this very decision keeps its own end, which may cut the bootstrap.
-        column["truncated"] = column["truncated"] | cut & ~column["terminated"] & ~column["horizon_end"]
-        self.player.running = self.player.running & ~stopped
-        return stopped
+        column["truncated"] = column["truncated"] | cut_rows & ~column["terminated"] & ~column["horizon_end"]
+        self.player.running = self.player.running & ~stopped_rows
+        return stopped_rows
 
     def _shared_latents(self, device: torch.device) -> tuple[dict[str, Tensor], Tensor] | None:
         """Return the steps from which rows continue that have just branched off inside a policy call, and their
@@ -450,8 +452,8 @@ class EpisodePlayer:
         }
         if not due:
             return None
-        some = next(iter(due.values()))
-        latents = {name: value.new_zeros((len(self.rows), *value.shape)) for name, value in some.items()}
+        example = next(iter(due.values()))
+        latents = {name: value.new_zeros((len(self.rows), *value.shape)) for name, value in example.items()}
         count = torch.full((len(self.rows),), -1, device=device)
         for index, latents_of_parent in due.items():
             running = self.rows[index]
@@ -504,7 +506,7 @@ class EpisodePlayer:
         lineage = [self.lineage[number] for number in numbers]
         parents = [order.get(parent, -1) for parent, *_ in lineage]
         steps = [step if parent in order else -1 for parent, step, _ in lineage]
-        shared = [max(shared, 0) for *_, shared in lineage]
+        shared_steps = [max(count, 0) for *_, count in lineage]
         for child, (parent, step) in enumerate(zip(parents, steps, strict=True)):  # parents come before their children
             if parent >= 0:
                 position[child, :step] = position[parent, :step]
@@ -530,7 +532,7 @@ class EpisodePlayer:
             group=torch.tensor(group, device=device),
             parent=torch.tensor(parents, device=device),
             branch_decision=torch.tensor(steps, device=device),
-            branch_sampling_step=None if self.branching.step is None else torch.tensor(shared, device=device),
+            branch_sampling_step=None if self.branching.step is None else torch.tensor(shared_steps, device=device),
             whole=True,
             images=images,
         )
@@ -551,11 +553,11 @@ class EpisodePlayer:
 
     def _forget_frames(self) -> None:
         """Keep only the frames that stored chunks refer to."""
-        stored = dict(self.parts[0]) if self.parts else {}
-        images = stored_images(stored, self.frames)
+        chunks = dict(self.parts[0]) if self.parts else {}
+        images = stored_images(chunks, self.frames)
         self.frames = store_for(self.images)
         if images is not None and self.frames is not None:
-            self.parts = [{**stored, "seen": images.seen, "after": images.after}]
+            self.parts = [{**chunks, "seen": images.seen, "after": images.after}]
             self.frames = FrameStore(images.frames, packed=self.frames.packed)
 
 
@@ -578,8 +580,8 @@ def _tree(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def _join(parts: list[dict[str, Any]]) -> dict[str, Any]:
     if len(parts) == 1:
         return parts[0]
-    joined: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for key, value in parts[0].items():
         values = [part[key] for part in parts]
-        joined[key] = _join(values) if is_mapping(value) else torch.cat(values)
-    return joined
+        columns[key] = _join(values) if is_mapping(value) else torch.cat(values)
+    return columns

@@ -103,8 +103,8 @@ def approximate_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
 def clip_fraction(log_ratio: Tensor, mask: Tensor, clip_low: Tensor | float, clip_high: Tensor | float) -> Tensor:
     """Return the fraction of scored steps [N, K] whose ratio is outside [1 - low, 1 + high], a scalar."""
     ratio = log_ratio.exp()
-    outside = ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)) & mask
-    return outside.sum() / mask.sum().clamp(min=1)
+    outside_mask = ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)) & mask
+    return outside_mask.sum() / mask.sum().clamp(min=1)
 
 
 def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:

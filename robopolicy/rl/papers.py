@@ -83,8 +83,8 @@ def papers_of(mechanism: str) -> list[Paper]:
 
 def cells(paper: Paper, effect: str) -> tuple[str, ...]:
     """Return one row of the table under HEADER; of several tests the first is named."""
-    more = f" and {len(paper.tests) - 1} more" if len(paper.tests) > 1 else ""
-    return paper.id, paper.arxiv, paper.where, (paper.tests[0] if paper.tests else "") + more, paper.said, effect
+    rest_text = f" and {len(paper.tests) - 1} more" if len(paper.tests) > 1 else ""
+    return paper.id, paper.arxiv, paper.where, (paper.tests[0] if paper.tests else "") + rest_text, paper.said, effect
 
 
 @cache

@@ -176,21 +176,21 @@ def _judged(rollouts: Rollouts) -> Rollouts:
         return rollouts
     advantage, groups = rollouts.extras["advantage"], Segments.of(rollouts.group)
     side = sides(advantage, rollouts.mask & (advantage != 0), rollouts.group)
-    both = (groups.maximum(side) > 0) & (groups.minimum(side) < 0)
+    has_both = (groups.maximum(side) > 0) & (groups.minimum(side) < 0)
     labelled = rollouts.with_extras(preferred=side.long()[:, None].expand(rollouts.shape).contiguous())
-    return _bare(labelled.take((both[groups.index] & (side != 0)).nonzero().squeeze(1)).compact())
+    return _bare(labelled.take((has_both[groups.index] & (side != 0)).nonzero().squeeze(1)).compact())
 
 
 def _drawn(parts: list[Rollouts], wanted: int, context: Context) -> list[Rollouts]:
     """Sample complete groups uniformly from all parts, up to `wanted` episodes in total."""
     if not wanted or not parts:
         return []
-    every = concatenate(parts)
-    groups, draws = Segments.of(every.group), context.generator
+    stored_pairs = concatenate(parts)
+    groups, draws = Segments.of(stored_pairs.group), context.generator
     order = torch.randperm(groups.count, generator=draws, device=draws.device)
     # At least one group, even where the first alone has more episodes than are wanted.
     group_indices = order[: max(1, int((groups.size()[order].cumsum(0) <= wanted).sum()))]
-    return [every.take(torch.isin(groups.index, group_indices).nonzero().squeeze(1))]
+    return [stored_pairs.take(torch.isin(groups.index, group_indices).nonzero().squeeze(1))]
 
 
 def _bare(rollouts: Rollouts) -> Rollouts:
@@ -199,14 +199,14 @@ def _bare(rollouts: Rollouts) -> Rollouts:
     Image encoder outputs are dropped as well: they are larger than the images, and valid only for those encoder
     weights.
     """
-    alone = torch.full_like(rollouts.parent, -1)
+    no_parent = torch.full_like(rollouts.parent, -1)
     return replace(
         _unread(rollouts).without(following=True),
         rewards={"reward": torch.where(rollouts.valid, torch.stack(list(rollouts.rewards.values())).sum(0), 0.0)},
         extras=Extras(preferred=rollouts.extras["preferred"]),
-        episode=torch.arange(len(alone), device=alone.device),
-        parent=alone,
-        branch_decision=alone,
+        episode=torch.arange(len(no_parent), device=no_parent.device),
+        parent=no_parent,
+        branch_decision=no_parent,
         branch_sampling_step=None,
         logp_proximal=None,
     )

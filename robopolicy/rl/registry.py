@@ -384,8 +384,8 @@ def _at(slot: Slot, path: str) -> Mechanism:
     decorated = [entry for entry in {**_registered, **_ours()}.values() if entry.path == _path_of(function)]
     if decorated and slot not in {entry.slot for entry in decorated}:
         raise ConfigError(f"{slot.value}: '{path}' is a mechanism for the slot {decorated[0].slot.value}.")
-    plain = _described(slot, path.rpartition(":")[2].rpartition(".")[2], function, path)
-    return next((entry for entry in decorated if entry.slot is slot), plain)
+    declaration = _described(slot, path.rpartition(":")[2].rpartition(".")[2], function, path)
+    return next((entry for entry in decorated if entry.slot is slot), declaration)
 
 
 def require(entries: list[Mechanism], have: frozenset[Need]) -> None:

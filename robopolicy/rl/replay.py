@@ -65,8 +65,8 @@ class Buffer:
 
 def _older(rollouts: Rollouts) -> Rollouts:
     """Remove the lineage of older rows (their prefixes stay masked)."""
-    alone = torch.full_like(rollouts.parent, -1)
-    return replace(rollouts, parent=alone, branch_decision=alone, logp_proximal=None)
+    no_parent = torch.full_like(rollouts.parent, -1)
+    return replace(rollouts, parent=no_parent, branch_decision=no_parent, logp_proximal=None)
 
 
 def joined(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
@@ -108,20 +108,20 @@ class Spear(Buffer):
             return rollouts
         # The median: one lucky group does not move what counts as usual by now.
         middle, spread = _median(context.history[-64:]), float(returns.std(unbiased=False)) + 1e-6
-        replayed: list[Rollouts] = []
+        older_parts: list[Rollouts] = []
         for part in past:
             advantage = (part.row_return - middle) / spread
             part = part.take((advantage > 0).nonzero().squeeze(-1))
             if len(part.group):
                 gain = (part.row_return - middle) / spread
-                replayed.append(with_advantage(part, self._grown(context) * gain))
-        if not replayed:
+                older_parts.append(with_advantage(part, self._grown(context) * gain))
+        if not older_parts:
             return rollouts
-        older = joined(replayed[0], replayed[1:])
-        allowed = int(self.share * len(returns))
-        if len(older.group) > allowed:
+        older = joined(older_parts[0], older_parts[1:])
+        row_limit = int(self.share * len(returns))
+        if len(older.group) > row_limit:
             order = torch.randperm(len(older.group), generator=context.generator, device=context.generator.device)
-            older = older.take(order[:allowed].sort().values)
+            older = older.take(order[:row_limit].sort().values)
         return joined(rollouts, [older])
 
     def _grown(self, context: Context) -> float:
@@ -133,9 +133,9 @@ class Spear(Buffer):
         is_own = rollouts.mask.any(-1) & rollouts.alive
         # Over own decisions only: a copied prefix belongs to its parent.
         total = torch.where(is_own, rollouts.extras["advantage"].mean(-1), 0.0).sum(1)
-        good = (total > 0).nonzero().squeeze(-1)
+        good_rows = (total > 0).nonzero().squeeze(-1)
         self.kept = [(iteration, part) for iteration, part in self.kept if today - iteration < self.age]
-        self.kept.append((today, rollouts.take(good).compact()))
+        self.kept.append((today, rollouts.take(good_rows).compact()))
         while len(self.kept) > 1 and sum(len(part.group) for _, part in self.kept) > self.capacity:
             oldest, part = self.kept[0]
             excess = sum(len(item.group) for _, item in self.kept) - self.capacity

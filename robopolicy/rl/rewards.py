@@ -94,8 +94,8 @@ def guided_cost(
     if external:
         costs = _stage_costs(rollouts, context, stages, (parts, weight, threshold), ("success", *keep))
         score = (-costs.sum(1)).exp()[:, None]
-    won = rollouts.row_success.float()[:, None]
-    terms = {"own": own * likelihood, "external": external * score * final, "success": success * won * final}
+    success_column = rollouts.row_success.float()[:, None]
+    terms = {"own": own * likelihood, "external": external * score * final, "success": success * success_column * final}
     other_rewards = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
     return replace(rollouts, rewards={**{name: paid(value) for name, value in terms.items()}, **other_rewards})
 
@@ -182,20 +182,20 @@ def stage_costs(stages: Sequence[Stage], frames: Frames, counts: Array) -> Array
     charged: list[Array] = []
     for stage in stages:
         done = _of_frames(stage.done(frames), counts, f"{stage.name}: done").astype(bool)
-        reached = done & counts & (order >= begin[:, None])
-        end = np.where(reached.any(1), reached.argmax(1), final)
-        inside = (order >= begin[:, None]) & (order <= end[:, None])
+        is_reached = done & counts & (order >= begin[:, None])
+        end = np.where(is_reached.any(1), is_reached.argmax(1), final)
+        in_stage = (order >= begin[:, None]) & (order <= end[:, None])
         total = np.zeros(len(counts))
         for constraint in stage.constraints:
             cost = _of_frames(constraint.cost(frames), counts, f"{stage.name}: cost").astype(np.float64)
-            over = {
-                "sum": (cost * inside).sum(1),
-                "mean": (cost * inside).sum(1) / inside.sum(1),
+            cost_of_stage = {
+                "sum": (cost * in_stage).sum(1),
+                "mean": (cost * in_stage).sum(1) / in_stage.sum(1),
                 "last": cost[np.arange(len(cost)), end],
             }[constraint.over]
-            total += constraint.weight * np.maximum(over - constraint.threshold, 0.0)
+            total += constraint.weight * np.maximum(cost_of_stage - constraint.threshold, 0.0)
         charged.append(total)
-        begin = np.where(reached.any(1), end, final)
+        begin = np.where(is_reached.any(1), end, final)
     return np.stack(charged, 1)
 
 

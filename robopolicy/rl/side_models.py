@@ -100,11 +100,11 @@ def mixed_groups(rollouts: Rollouts) -> Tensor:
 
 def succeeds_later(rollouts: Rollouts) -> Tensor:
     """Return whether an episode succeeds during a chunk or later, before it ends, [B, T] bool."""
-    won = torch.zeros_like(rollouts.success[:, 0])
+    succeeds = torch.zeros_like(rollouts.success[:, 0])
     columns: list[Tensor] = []
     for column in reversed(range(rollouts.shape[1])):
-        won = (rollouts.success[:, column] & rollouts.alive[:, column]) | (won & ~rollouts.ended[:, column])
-        columns.append(won)
+        succeeds = (rollouts.success[:, column] & rollouts.alive[:, column]) | (succeeds & ~rollouts.ended[:, column])
+        columns.append(succeeds)
     return torch.stack(columns[::-1], 1)
 
 
@@ -154,9 +154,9 @@ class ImplicitReward(SideNetwork[Trainable]):
         with torch.no_grad():
             process = self.beta * (self._logp(self.network, rollouts) - reference)
             total = process.sum((1, 2))
-            won = rollouts.row_success
-            right = ((total > total.mean()) == won).float().mean()
-            if bool(won.all()) or not bool(won.any()):
+            row_success = rollouts.row_success
+            right = ((total > total.mean()) == row_success).float().mean()
+            if bool(row_success.all()) or not bool(row_success.any()):
                 right = torch.full_like(right, torch.nan)  # where all end alike there is nothing to tell apart
         return rollouts.with_extras(process=process, process_accuracy=right.expand(rollouts.shape))
 

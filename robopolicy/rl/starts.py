@@ -77,11 +77,13 @@ class Beliefs:
 
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
         """Add successes and failures, each [n]; earlier counts decay towards the prior by `decay`."""
-        for number, won, episodes_played in zip(index.tolist(), successes.tolist(), episodes.tolist(), strict=True):
+        for number, successes_now, episodes_played in zip(
+            index.tolist(), successes.tolist(), episodes.tolist(), strict=True
+        ):
             a, b = self.counts.get(number, (self.prior, self.prior))
             # Faded before the new counts are added: the latest visit counts fully.
             faded = [self.decay * value + (1 - self.decay) * self.prior for value in (a, b)]
-            self.counts[number] = (faded[0] + won, faded[1] + episodes_played - won)
+            self.counts[number] = (faded[0] + successes_now, faded[1] + episodes_played - successes_now)
 
     def predict(self, index: Array) -> Array:
         """Return the means a / (a + b), [n]."""

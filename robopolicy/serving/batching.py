@@ -282,11 +282,13 @@ class InferenceQueue:
     def _act(self, batch: list[Waiting]) -> list[Answer]:
         start = time.perf_counter()
         observations, generator = [request.observation for request in batch], batch[0].generator or self.generator
-        joined = {key: np.concatenate([item[key] for item in observations]) for key in observations[0]}
-        joined[TASK] = np.array([str(item[TASK][0]) for item in observations])
+        batch_observation = {key: np.concatenate([item[key] for item in observations]) for key in observations[0]}
+        batch_observation[TASK] = np.array([str(item[TASK][0]) for item in observations])
         try:
             with torch.no_grad():
-                actions = self._decided(to_tensors(joined, generator.device), generator, [item.left for item in batch])
+                actions = self._decided(
+                    to_tensors(batch_observation, generator.device), generator, [item.left for item in batch]
+                )
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, StopIteration):
                 raise

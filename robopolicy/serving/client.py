@@ -136,8 +136,8 @@ class Proxy:
 
     def __str__(self) -> str:
         """Return its URL without credentials, and the setting that defines it."""
-        scheme, _, rest = self.url.partition("://")
-        return f"the proxy {scheme}://{rest.rpartition('@')[2]} from {self.setting}"
+        scheme, _, host_part = self.url.partition("://")
+        return f"the proxy {scheme}://{host_part.rpartition('@')[2]} from {self.setting}"
 
     @property
     def around(self) -> str:
@@ -310,11 +310,11 @@ class PolicyClient:
             connection = self._connection if self._connection is not None else self._open()
             smaller_message = _fitted(message, self._cameras)
             data = pack(smaller_message | {REQUEST: next(self._numbers)} if self._sealed else smaller_message)
-            most = self.metadata.get("message_bytes")
-            if self._sealed and isinstance(most, int) and len(data) > most:
+            byte_limit = self.metadata.get("message_bytes")
+            if self._sealed and isinstance(byte_limit, int) and len(data) > byte_limit:
                 raise RefusedError(
                     f"The message has {len(data)} bytes, but {self.address} accepts at most "
-                    f"{most}.{_largest(smaller_message)}"
+                    f"{byte_limit}.{_largest(smaller_message)}"
                 )
             try:
                 self._throw_away(connection)

@@ -94,9 +94,9 @@ class LimitedConnection(ServerConnection):
 
     def _failed(self, code: int, reason: str = "") -> None:
         if code == CloseCode.MESSAGE_TOO_BIG and self.protocol.state is State.OPEN:
-            most = self._door.limits.message
+            byte_limit = self._door.limits.message
             self.protocol.send_text(
-                f"This server accepts messages of at most {most} bytes ({reason}): are images larger than 1280 x "
+                f"This server accepts messages of at most {byte_limit} bytes ({reason}): are images larger than 1280 x "
                 "720, and larger than the policy reads? Reduce them before sending.".encode()
             )
         self._fail(code, reason)

@@ -355,17 +355,17 @@ def limits_of(
     no bound.
     """
     low, high = (np.array(bound, dtype=np.float64) for bound in (policy.low, policy.high))
-    for name, (least, most) in settings.bounds.items():
+    for name, (lowest, highest) in settings.bounds.items():
         place = next((list(each).index(name) for each in (names, policy.names) if name in each), None)
         if place is None:
             hint = did_you_mean(name, names) or " The action's elements have no names, so none can be selected here."
             raise ConfigError(f"bounds contains '{name}', which is not an element of the action.{hint}")
-        if least > high.flat[place] or most < low.flat[place]:
+        if lowest > high.flat[place] or highest < low.flat[place]:
             raise ConfigError(
-                f"The bounds of '{name}' are {least:g} to {most:g}, but the policy's are {low.flat[place]:g} to "
+                f"The bounds of '{name}' are {lowest:g} to {highest:g}, but the policy's are {low.flat[place]:g} to "
                 f"{high.flat[place]:g}: no action is within both. Are they in the policy's units?"
             )
-        low.flat[place], high.flat[place] = max(low.flat[place], least), min(high.flat[place], most)
+        low.flat[place], high.flat[place] = max(low.flat[place], lowest), min(high.flat[place], highest)
     open_ended = ~np.isfinite(low) | ~np.isfinite(high)
     if limits_itself is not None:
         open_ended &= ~limits_itself

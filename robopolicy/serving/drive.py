@@ -52,8 +52,8 @@ def drive(
         with progress("driving", len(seeds)) as advance:
             for first in range(0, len(seeds), world.batch_size):
                 part = seeds[first : first + world.batch_size]
-                won, count = robots.episodes(part)
-                successes, steps = successes + won, steps + count
+                successes_now, count = robots.episodes(part)
+                successes, steps = successes + successes_now, steps + count
                 advance(len(part), f"{successes}/{first + len(part)} succeeded")
     finally:
         robots.close()

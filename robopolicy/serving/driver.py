@@ -312,9 +312,9 @@ class Driver:
         """
         policy, queue = self.policy, self._chunk[max(self._step - self._begins, 0) :][: self.policy.ahead]
         at_first = np.clip(np.zeros(policy.shape), policy.low, policy.high)
-        still = at_first if self._last is None else self._still(self._last)
+        still_action = at_first if self._last is None else self._still(self._last)
         self._shown = len(queue)
-        filler = np.broadcast_to(still, (policy.ahead - len(queue), *policy.shape))
+        filler = np.broadcast_to(still_action, (policy.ahead - len(queue), *policy.shape))
         return np.concatenate([queue, filler]).astype(np.float32).reshape(-1)
 
     @property
@@ -333,8 +333,10 @@ class Driver:
         """
         before = self._chunk[max(self._step - self._begins, 0) :][: max(begins - self._step, 0)]
         waits = max(begins - self._step - len(before), 0)
-        still = np.broadcast_to(self._still(chunk[0] if self._last is None else self._last), (waits, *chunk.shape[1:]))
-        return np.concatenate([before, still, chunk]), min(begins, self._step)
+        still_actions = np.broadcast_to(
+            self._still(chunk[0] if self._last is None else self._last), (waits, *chunk.shape[1:])
+        )
+        return np.concatenate([before, still_actions, chunk]), min(begins, self._step)
 
     def _ask(self) -> None:
         if self._request is None and self._clock() >= self._ask_after:
@@ -370,8 +372,8 @@ class Driver:
             return
         request, self._request = self._request, None
         request_state = self._asked
-        late = self._held - request_state.held
-        begins, observed_at = request_state.step + late + self.policy.ahead, request_state.seen
+        delay = self._held - request_state.held
+        begins, observed_at = request_state.step + delay + self.policy.ahead, request_state.seen
         try:
             chunk = request.result()
             if chunk.shape[1:] != self.policy.shape:
@@ -413,7 +415,7 @@ class Driver:
         self._chunk = chunk
         self._begins = begins
         self._seen = observed_at
-        self.late = late
+        self.late = delay
 
     def _later(self) -> None:
         """Delay the next request, each time for longer."""
@@ -428,8 +430,8 @@ class Driver:
         for index in range(self.blend):
             new, old = self._step - begins + index, self._step - self._begins + index
             if 0 <= new < len(chunk) and old < len(self._chunk):  # what is decided ahead has not begun yet
-                rest = np.where(turns.at_once, 0.0, 1 - (index + 1) / (self.blend + 1))
-                chunk[new] = turns.within(chunk[new] - rest * turns.shortest(chunk[new] - self._chunk[old]))
+                old_weight = np.where(turns.at_once, 0.0, 1 - (index + 1) / (self.blend + 1))
+                chunk[new] = turns.within(chunk[new] - old_weight * turns.shortest(chunk[new] - self._chunk[old]))
         return chunk
 
     def _planned(self) -> np.ndarray | None:

@@ -101,16 +101,18 @@ class Session:
 
     def _missing(self, key: str, names: Mapping[str, Any]) -> str:
         """Return the error message for a message without a field named like `key`."""
-        image, accepted = key.startswith(IMAGE_PREFIX), self._accepted[key]
+        image, names_of_key = key.startswith(IMAGE_PREFIX), self._accepted[key]
         kind = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if image else f"field '{key}'"
         used_names = {next((name for name in each if name in names), "") for each in self._accepted.values()}
-        rest = {name: value for name, value in names.items() if name not in used_names and not isinstance(value, str)}
-        unused = [name for name, value in rest.items() if (getattr(value, "ndim", 1) >= 3) == image]
-        text = f"The observation has no {kind}. Send it as one of: {', '.join(accepted)}. The message contains: "
+        unused_values = {
+            name: value for name, value in names.items() if name not in used_names and not isinstance(value, str)
+        }
+        unused = [name for name, value in unused_values.items() if (getattr(value, "ndim", 1) >= 3) == image]
+        text = f"The observation has no {kind}. Send it as one of: {', '.join(names_of_key)}. The message contains: "
         text += f"{', '.join(sorted(names)) or 'nothing'}."
         if image and len(unused) == 1:
             return f"{text} If it is '{unused[0]}': start the server with serve.rename={{{unused[0]}: {key}}}."
-        return text + (did_you_mean(accepted[0], unused) if unused else "")
+        return text + (did_you_mean(names_of_key[0], unused) if unused else "")
 
     def _shaped(self, key: str, name: str, array: np.ndarray, field: Field) -> np.ndarray:
         """Return `array`, one frame or several, as frames [n <= H, *shape] of `field`."""
@@ -132,16 +134,16 @@ class Session:
             return frames
         images = pixels(frames)
         if images is None and frames.dtype != np.uint8:
-            most = f" up to {np.max(frames):g}" if frames.dtype.kind == "f" and frames.size else ""
+            range_text = f" up to {np.max(frames):g}" if frames.dtype.kind == "f" and frames.size else ""
             raise SpecError(
-                f"'{name}' has dtype {frames.dtype}{most}; '{key}' needs uint8 (or floats from 0 to 1), RGB."
+                f"'{name}' has dtype {frames.dtype}{range_text}; '{key}' needs uint8 (or floats from 0 to 1), RGB."
             )
         if images is None or images.ndim != 4 or not images.size:
             return frames
         height, width = images.shape[1:3]
         if images[0].size > self.limits.image:
-            most = "1280 x 720" if self.limits.image == IMAGE_BYTES else str(self.limits.image // 3)
-            raise SpecError(f"'{name}' is {width} x {height}, more than {most} pixels: reduce it before sending.")
+            range_text = "1280 x 720" if self.limits.image == IMAGE_BYTES else str(self.limits.image // 3)
+            raise SpecError(f"'{name}' is {width} x {height}, more than {range_text} pixels: reduce it before sending.")
         return np.stack([resized(frame, field.shape[:2]) for frame in images])
 
 
@@ -208,14 +210,14 @@ def accepted_names(fields: Iterable[str], rename: Mapping[str, str]) -> dict[str
     rename: name in the client's messages -> field. Raises SpecError on an unknown field.
     """
     fields = list(fields)
-    accepted = {key: _names(key, cameras_of(fields)) for key in fields}
+    names_of_field = {key: _names(key, cameras_of(fields)) for key in fields}
     for name, key in rename.items():
-        if key not in accepted:
+        if key not in names_of_field:
             raise SpecError(
                 f"'{name}' is renamed to '{key}', which is not a field of the policy.{did_you_mean(key, fields)}"
             )
-        accepted[key].insert(0, name.replace(".", "/"))
-    return accepted
+        names_of_field[key].insert(0, name.replace(".", "/"))
+    return names_of_field
 
 
 def _names(key: str, cameras: Sequence[str]) -> list[str]:

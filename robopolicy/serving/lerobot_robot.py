@@ -69,10 +69,10 @@ def make_lerobot_robot(name: str, options: Mapping[str, Any]) -> "Robot":
     if is_dotted(name):
         kind = load_dotted(name, "Robot")
     else:
-        failed = _import_robots()
+        failures = _import_robots()
         robot_types = RobotConfig.get_known_choices()
         if name not in robot_types:
-            import_errors = "".join(f" {module} could not be imported: {error}." for module, error in failed.items())
+            import_errors = "".join(f" {module} could not be imported: {error}." for module, error in failures.items())
             raise ConfigError(f"LeRobot has no robot '{name}'.{did_you_mean(name, robot_types)}{import_errors}")
         kind = robot_types[name]
     if not (isinstance(kind, type) and issubclass(kind, RobotConfig)):
@@ -97,13 +97,13 @@ def _import_robots() -> dict[str, str]:
     ]
     distributions = {str(each.metadata.get("Name")) for each in importlib.metadata.distributions()}
     names += sorted(name for name in distributions if name.startswith(PACKAGES))
-    failed: dict[str, str] = {}
+    failures: dict[str, str] = {}
     for name in names:
         try:
             importlib.import_module(name)
         except Exception as error:  # a robot that nobody asked for may lack its driver
-            failed[name] = f"{type(error).__name__}: {error}"
-    return {name: text for name, text in failed.items() if name.startswith(PACKAGES)}
+            failures[name] = f"{type(error).__name__}: {error}"
+    return {name: text for name, text in failures.items() if name.startswith(PACKAGES)}
 
 
 def blue_first(robot: "Robot") -> tuple[str, ...]:
@@ -218,19 +218,19 @@ class AttachedLeRobot:
                 self._stop()
 
     def _stop(self) -> None:
-        failed: list[str] = []
-        free = self._calls.rested(self.answers_within)
-        if self._shown and self.placed.all() and (free or self._stops.any()):
+        failures: list[str] = []
+        is_free = self._calls.rested(self.answers_within)
+        if self._shown and self.placed.all() and (is_free or self._stops.any()):
             self._from_beside()  # a call that hangs, such as a camera's, must not keep a base driving
-            failed += self._attempted(
+            failures += self._attempted(
                 "set to its hold action", lambda: self.robot.send_action(self.wiring.command(self.still()))
             )
         self._from_beside()
-        failed += self._attempted("disconnected", self.robot.disconnect)
+        failures += self._attempted("disconnected", self.robot.disconnect)
         self._calls.end()
-        if failed and self._connected:  # who never was connected need not be told to let go
+        if failures and self._connected:  # who never was connected need not be told to let go
             warnings.warn(
-                f"{self.robot} could not be {'; nor '.join(failed)}. Switch off its power if it moves.",
+                f"{self.robot} could not be {'; nor '.join(failures)}. Switch off its power if it moves.",
                 RobopolicyWarning,
                 stacklevel=3,
             )

@@ -55,13 +55,13 @@ def far_from_known(policy: DescribedPolicy, frames: Mapping[str, np.ndarray]) ->
         values = np.asarray(frames[key], dtype=np.float64).reshape(-1)
         width = high - low
         beyond = np.maximum(low - values, values - high)
-        allowed = FAR * np.where(width > 0, width, np.maximum(np.abs(low), 1e-3))
+        limits = FAR * np.where(width > 0, width, np.maximum(np.abs(low), 1e-3))
         names = policy.elements.get(key) or tuple(f"{key}[{place}]" for place in range(values.size))
-        for place in np.flatnonzero(beyond > allowed):
+        for place in np.flatnonzero(beyond > limits):
             description = (
                 f"{names[place]} is {values[place]:.4g} (training data: {low[place]:.4g} to {high[place]:.4g})"
             )
-            elements.append((float(beyond[place] / allowed[place]), description))
+            elements.append((float(beyond[place] / limits[place]), description))
     elements.sort(reverse=True)
-    more = f" and {len(elements) - 3} more" if len(elements) > 3 else ""
-    return ", ".join(text for _, text in elements[:3]) + more
+    rest_text = f" and {len(elements) - 3} more" if len(elements) > 3 else ""
+    return ", ".join(text for _, text in elements[:3]) + rest_text

@@ -40,8 +40,8 @@ def smaller(sent: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         return sent
     if frames[..., 0, 0, 0].size * int(np.prod(shape)) >= frames.size:
         return frames
-    every = frames.reshape(-1, *frames.shape[-3:])
-    return np.stack([resized(each, shape[:2]) for each in every]).reshape(*frames.shape[:-3], *shape)
+    flat_frames = frames.reshape(-1, *frames.shape[-3:])
+    return np.stack([resized(each, shape[:2]) for each in flat_frames]).reshape(*frames.shape[:-3], *shape)
 
 
 def resized(image: np.ndarray, size: tuple[int, ...]) -> np.ndarray:

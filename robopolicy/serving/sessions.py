@@ -65,10 +65,10 @@ def taken(request: MutableMapping[Any, Any], spec: PolicySpec, decisions: int) -
 
 def underway(parts: Sequence[Left], chunk: int, device: torch.device) -> Underway:
     """Return the batched remaining actions of B robots with one `shape`, for `robopolicy.inference.chunking.Plans`."""
-    rest = torch.from_numpy(np.stack([part.actions for part in parts])).to(device)
+    remaining_actions = torch.from_numpy(np.stack([part.actions for part in parts])).to(device)
     # A robot may know a plan of which this server has not heard: it has had one then.
     decisions = torch.tensor([max(part.decisions, int(len(part.actions) > 0)) for part in parts], device=device)
-    return Underway(rest, decisions, parts[0].delay, chunk)
+    return Underway(remaining_actions, decisions, parts[0].delay, chunk)
 
 
 class RobotSession(Session):
@@ -145,9 +145,11 @@ class Sessions:
                 raise SpecError(
                     f"One connection serves at most {self.limits.sessions} sessions: open another connection."
                 )
-            most = self.limits.address_sessions
-            if sum(session.address == address for session in self._known.values()) >= most:
-                raise SpecError(f"One address has at most {most} sessions: close connections that are not needed.")
+            session_limit = self.limits.address_sessions
+            if sum(session.address == address for session in self._known.values()) >= session_limit:
+                raise SpecError(
+                    f"One address has at most {session_limit} sessions: close connections that are not needed."
+                )
             if len(self._known) >= self.limits.all_sessions:
                 raise SpecError(
                     f"The server has at most {self.limits.all_sessions} sessions, and all are in use: try again later."

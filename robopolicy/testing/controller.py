@@ -45,8 +45,8 @@ def _act(controller: Controller, observation: Observation, world: World) -> None
         f"{', '.join(map(str, size))}]",
     )
     _promise(np.issubdtype(actions.dtype, np.number), f"act returned {actions.dtype} instead of numbers")
-    bad = np.flatnonzero(~np.isfinite(actions).reshape(rows, -1).all(1))
-    _promise(not len(bad), f"act returned NaN or infinity in rows {', '.join(map(str, bad[:4]))}")
+    bad_rows = np.flatnonzero(~np.isfinite(actions).reshape(rows, -1).all(1))
+    _promise(not len(bad_rows), f"act returned NaN or infinity in rows {', '.join(map(str, bad_rows[:4]))}")
 
 
 def _promise(kept: bool, text: str) -> None:

@@ -60,8 +60,8 @@ class PolicyReport:
         texts: list[str] = []
         for level in Level:
             if level <= self.level:
-                allowed = ALLOWS[level] if self.has_rate or level is not Level.ACTS else ACTS_WITHOUT_RATE
-                texts.append(f"{level.name.lower()}: yes. You can {allowed}.")
+                permission = ALLOWS[level] if self.has_rate or level is not Level.ACTS else ACTS_WITHOUT_RATE
+                texts.append(f"{level.name.lower()}: yes. You can {permission}.")
             elif level == self.level + 1:
                 texts.append(f"{level.name.lower()}: no, it lacks {', '.join(self.lacks)}.")
             else:
@@ -91,23 +91,23 @@ def check_policy(
     name = type(policy).__name__
     missing_names = missing_members(policy, Policy)
     assert not missing_names, f"{name} lacks a method of the Policy protocol: {', '.join(missing_names)}"
-    reached = max(item for item in Level if not missing_members(policy, PROTOCOLS[item]))
-    lacks = () if reached is Level.TRAINS else missing_members(policy, PROTOCOLS[Level(reached + 1)])
-    if level is not None and level > reached:
+    highest = max(item for item in Level if not missing_members(policy, PROTOCOLS[item]))
+    lacks = () if highest is Level.TRAINS else missing_members(policy, PROTOCOLS[Level(highest + 1)])
+    if level is not None and level > highest:
         missing_list = ", ".join(missing_members(policy, PROTOCOLS[level]))
         raise AssertionError(
-            f"{name} {reached.name.lower()}; for the level {level.name.lower()} it lacks {missing_list}"
+            f"{name} {highest.name.lower()}; for the level {level.name.lower()} it lacks {missing_list}"
         )
-    reached = reached if level is None else level
+    highest = highest if level is None else level
     observation = example_observation(policy.spec, batch, torch.Generator().manual_seed(0), device)
-    scored_policy = cast(ScoredPolicy, policy) if reached >= Level.SCORES else None
+    scored_policy = cast(ScoredPolicy, policy) if highest >= Level.SCORES else None
     _check_acting(policy, scored_policy, observation)
-    if reached >= Level.TRAINS:
+    if highest >= Level.TRAINS:
         _check_training(cast(Trainable, policy), observation)
     if load is not None:
         assert hasattr(policy, "save"), f"{name} has no save method, so it cannot be saved and loaded"
         _check_round_trip(cast(Trainable, policy), observation, load)
-    return PolicyReport(reached, lacks, bool(policy.spec.fps))
+    return PolicyReport(highest, lacks, bool(policy.spec.fps))
 
 
 def _act(policy: Policy, observation: TensorObservation, seed: int = 1, deterministic: bool = False) -> Decision:
@@ -163,8 +163,8 @@ def _check_decision(policy: Policy, observation: TensorObservation, deterministi
     for name, value in tensors.items():
         assert not value.requires_grad, f"{call}: {name} requires gradients"
         assert len(value) == batch, f"{call}: {name} has {len(value)} rows, not {batch}"
-    repeated = _act(policy, observation, deterministic=deterministic)
-    assert _equal(decision, repeated), f"{call}: equal generators gave different actions after a reset"
+    second_decision = _act(policy, observation, deterministic=deterministic)
+    assert _equal(decision, second_decision), f"{call}: equal generators gave different actions after a reset"
     with torch.inference_mode():
         assert _equal(decision, _act(policy, observation, deterministic=deterministic)), (
             f"{call}: the result differs under inference_mode"
@@ -182,17 +182,17 @@ def _check_rows(policy: Policy, observation: TensorObservation, deterministic: b
         policy.reset()
         generator = EpisodeGenerator(1)
         generator.begin(rows)
-        some: TensorObservation = {}
+        row_observation: TensorObservation = {}
         for key, value in observation.items():
-            some[key] = value[rows] if isinstance(value, Tensor) else [value[row] for row in rows]
+            row_observation[key] = value[rows] if isinstance(value, Tensor) else [value[row] for row in rows]
         with warnings.catch_warnings(), generator.decision():
             warnings.simplefilter("ignore", RobopolicyWarning)
-            return policy.act(some, generator, deterministic=deterministic).actions.cpu()
+            return policy.act(row_observation, generator, deterministic=deterministic).actions.cpu()
 
     together, fewer = decided(list(range(batch)))[order], decided(order)
-    near = ((together - fewer).abs().flatten(1) <= 1e-3 * together.abs().max().clamp_min(1.0)).all(1)
+    is_near = ((together - fewer).abs().flatten(1) <= 1e-3 * together.abs().max().clamp_min(1.0)).all(1)
     # Most rows and not all: fewer rows round otherwise, which may now and then make another token the likeliest.
-    assert float(near.float().mean()) > 0.5, (
+    assert float(is_near.float().mean()) > 0.5, (
         f"act(deterministic={deterministic}): a row's actions depend on the other rows, so results would depend on "
         "world.batch_size. Draw noise [rows, ...] with normal, uniform or integers of robopolicy.core.randomness."
     )
@@ -201,8 +201,8 @@ def _check_rows(policy: Policy, observation: TensorObservation, deterministic: b
 def _check_untouched(before: TensorObservation, observation: TensorObservation, how: str) -> None:
     for key, value in before.items():
         after = observation[key]
-        same = torch.equal(value, cast(Tensor, after)) if isinstance(value, Tensor) else value == after
-        assert same, f"{how} modified '{key}' of its observation"
+        is_same = torch.equal(value, cast(Tensor, after)) if isinstance(value, Tensor) else value == after
+        assert is_same, f"{how} modified '{key}' of its observation"
 
 
 def _check_choices(policy: ScoredPolicy, observation: TensorObservation, deterministic: bool) -> None:
@@ -234,10 +234,10 @@ def _check_scores(policy: ScoredPolicy, observation: TensorObservation) -> None:
     reversed_rows = {
         key: value[order] if isinstance(value, Tensor) else value[::-1] for key, value in observation.items()
     }
-    swapped = policy.log_prob(reversed_rows, {name: value[order] for name, value in decision.latents.items()}).logp[
-        order
-    ]
-    error = (swapped - scores.logp)[decision.mask].abs().max().item()
+    swapped_logp = policy.log_prob(
+        reversed_rows, {name: value[order] for name, value in decision.latents.items()}
+    ).logp[order]
+    error = (swapped_logp - scores.logp)[decision.mask].abs().max().item()
     assert error <= TOLERANCE, f"log_prob: a row's logp depends on the other rows ({error:.2e})"
 
 
@@ -294,7 +294,7 @@ def _check_modes(policy: Trainable, observation: TensorObservation) -> None:
 def _check_loss(policy: Trainable, observation: TensorObservation) -> None:
     batch = example_batch(policy.spec, observation, next(policy.parameters()).device)
     before, random_state = _copy(observation), torch.get_rng_state()
-    losses, again = (policy.loss(batch, torch.Generator().manual_seed(4)) for _ in range(2))
+    losses, second_losses = (policy.loss(batch, torch.Generator().manual_seed(4)) for _ in range(2))
     assert torch.equal(random_state, torch.get_rng_state()), "loss drew random numbers from torch's global generator"
     _check_untouched(before, observation, "loss")
     assert isinstance(losses, Mapping) and len(losses), "loss returns no named parts"
@@ -302,7 +302,7 @@ def _check_loss(policy: Trainable, observation: TensorObservation) -> None:
     for name, value in losses.items():
         assert tuple(value.shape) == (count,), f"loss: '{name}' is {list(value.shape)}, not [N] = [{count}]"
         assert bool(value.isfinite().all()), f"loss: '{name}' is not finite"
-        assert torch.equal(value, again[name]), f"loss: equal generators gave a different '{name}'"
+        assert torch.equal(value, second_losses[name]), f"loss: equal generators gave a different '{name}'"
     _check_gradient(policy, torch.stack([value.mean() for value in losses.values()]).sum(), "loss")
 
 

@@ -65,27 +65,35 @@ def check_starts(make_world: MakeWorld, seeds: Array, tolerance: float) -> None:
     initial = world.reset(seeds=seeds)
     start = copy(initial)
     check_observation(world, start)
-    again = world.reset(seeds=seeds[::-1])
+    reversed_start = world.reset(seeds=seeds[::-1])
     check_same(world, start, initial, "a returned observation is never modified later", 0.0)
-    reverse = {key: value[::-1] for key, value in again.items()}
+    reverse = {key: value[::-1] for key, value in reversed_start.items()}
     check_same(world, start, reverse, "an initial state depends only on its seed, not on its row", tolerance)
     world.step(sample_actions(spec, len(seeds), 2, 0))
-    repeated = world.reset(seeds=seeds)
-    check_same(world, start, repeated, "an initial state depends only on its seed, not on earlier episodes", tolerance)
-    free, other = world.reset(), world.reset()
-    check_observation(world, free)
-    varied = any(not np.array_equal(free[key], other[key]) for key in spec.observation)
+    second_start = world.reset(seeds=seeds)
+    check_same(
+        world, start, second_start, "an initial state depends only on its seed, not on earlier episodes", tolerance
+    )
+    unseeded, other = world.reset(), world.reset()
+    check_observation(world, unseeded)
+    varied = any(not np.array_equal(unseeded[key], other[key]) for key in spec.observation)
     text = (
         "reset without seeds draws new initial states each time: identical episodes would count as one (if only the "
         "images differ, check with world.cameras=[NAME])"
     )
     promise(world, varied, text)
     world.close()
-    alone = make_world(1)
-    one = alone.reset(seeds=seeds[1:2])
+    single_world = make_world(1)
+    single_start = single_world.reset(seeds=seeds[1:2])
     expected = {key: value[1:2] for key, value in start.items()}
-    check_same(alone, expected, one, "an initial state depends only on its seed, not on the batch size", tolerance)
-    alone.close()
+    check_same(
+        single_world,
+        expected,
+        single_start,
+        "an initial state depends only on its seed, not on the batch size",
+        tolerance,
+    )
+    single_world.close()
 
 
 def check_partial_reset(make_world: MakeWorld, seeds: Array, chunk: int, deterministic: bool, tolerance: float) -> None:
@@ -106,10 +114,10 @@ def check_partial_reset(make_world: MakeWorld, seeds: Array, chunk: int, determi
     check_same(
         world, take(before, other_rows), take(after, other_rows), "reset(rows) leaves other rows unchanged", tolerance
     )
-    fresh = make_world(1)
-    start = fresh.reset(seeds=seeds[:1])
+    new_world = make_world(1)
+    start = new_world.reset(seeds=seeds[:1])
     check_same(world, start, take(after, ~other_rows), "reset(rows) resets the given rows", tolerance)
-    fresh.close()
+    new_world.close()
     if deterministic:
         actions = sample_actions(world.spec, len(seeds), chunk, 2)
         step, its = world.step(actions), twin.step(actions)
@@ -180,15 +188,15 @@ def check_step(world: World, step: Step, batch: int, chunk: int) -> None:
     if step.horizon_end is not None:
         flags["horizon_end"] = step.horizon_end
     for name, flag in flags.items():
-        good = flag.shape == (batch,) and flag.dtype == np.bool_
-        promise(world, good, f"Step.{name} is bool [B], not {flag.dtype} {list(flag.shape)}")
+        is_right = flag.shape == (batch,) and flag.dtype == np.bool_
+        promise(world, is_right, f"Step.{name} is bool [B], not {flag.dtype} {list(flag.shape)}")
     valid = step.valid
     promise(world, valid.shape == (batch, chunk) and valid.dtype == np.bool_, "Step.valid is bool [B, C]")
     promise(world, not (valid[:, 1:] & ~valid[:, :-1]).any(), "valid steps come first in a chunk")
     promise(world, tuple(step.rewards) == spec.rewards, f"rewards are named {spec.rewards}, not {tuple(step.rewards)}")
     for name, reward in step.rewards.items():
-        good = reward.shape == (batch, chunk) and bool(np.isfinite(reward).all())
-        promise(world, good, f"reward '{name}' is finite [B, C]")
+        is_right = reward.shape == (batch, chunk) and bool(np.isfinite(reward).all())
+        promise(world, is_right, f"reward '{name}' is finite [B, C]")
         promise(world, not reward[~valid].any(), f"reward '{name}' is zero where not valid")
     fields = {key: field for key, field in spec.observation.items() if not key.startswith(IMAGE_PREFIX)}
     promise(world, set(fields) <= set(step.trace), "Step.trace has every field that is not an image")
@@ -198,8 +206,8 @@ def check_step(world: World, step: Step, batch: int, chunk: int) -> None:
         promise(world, trace.shape == (batch, chunk, *field.shape), f"the trace of '{key}' is [B, C, ...]")
         has_steps = valid.any(axis=1)
         at_end = trace[np.arange(batch), final][has_steps]
-        same = np.array_equal(at_end, step.observation[key][has_steps, -1])
-        promise(world, same, f"the observation of '{key}' is the one at the end of the chunk, before any reset")
+        is_same = np.array_equal(at_end, step.observation[key][has_steps, -1])
+        promise(world, is_same, f"the observation of '{key}' is the one at the end of the chunk, before any reset")
 
 
 def check_observation(world: World, observation: Observation) -> None:
@@ -230,27 +238,29 @@ def check_bad_actions(make_world: MakeWorld, seeds: Array, chunk: int, determini
     """
     world, batch = make_world(len(seeds)), len(seeds)
     world.reset(seeds=seeds)
-    good = sample_actions(world.spec, batch, chunk, 3)
+    good_actions = sample_actions(world.spec, batch, chunk, 3)
     bad_actions = {
-        "a missing chunk axis": good[:, 0],
-        "too few rows": good[:-1],
-        "too many action dimensions": np.concatenate([good, good], axis=-1),
-        "an empty chunk": good[:, :0],
+        "a missing chunk axis": good_actions[:, 0],
+        "too few rows": good_actions[:-1],
+        "too many action dimensions": np.concatenate([good_actions, good_actions], axis=-1),
+        "an empty chunk": good_actions[:, :0],
     }
     for name, actions in bad_actions.items():
         expect_error(world, actions, SpecError, f"actions with {name}")
     for name, value in {"NaN": np.nan, "infinity": np.inf}.items():
-        actions = good.copy()
+        actions = good_actions.copy()
         actions[1, -1, 0] = value
         expect_error(world, actions, NonFiniteError, f"actions with {name}")
     low, high = action_bounds(world.spec.action)
-    beyond = good + 3.0 * np.where(np.arange(chunk)[:, None] % 2, high - low, low - high)
+    beyond = good_actions + 3.0 * np.where(np.arange(chunk)[:, None] % 2, high - low, low - high)
     bounded = bool(np.isfinite(world.spec.action.low).all() and np.isfinite(world.spec.action.high).all())
     clips = bounded and world.spec.clips_actions
     if deterministic:
         twin = make_world(batch)
         twin.reset(seeds=seeds)
-        check_same_step(world, twin.step(good), world.step(good), "rejected actions have no effect", tolerance)
+        check_same_step(
+            world, twin.step(good_actions), world.step(good_actions), "rejected actions have no effect", tolerance
+        )
         if clips:
             text = "actions out of range are clipped"
             check_same_step(world, twin.step(np.clip(beyond, low, high)), world.step(beyond), text, tolerance)
@@ -290,16 +300,16 @@ def check_chunks(make_world: MakeWorld, seeds: Array, chunk: int, tolerance: flo
         actions = sample_actions(world.spec, len(seeds), chunk, 20 + index)
         step = world.step(actions)
         ones = [single.step(actions[:, c : c + 1]) for c in range(chunk)]
-        joined = Step(
+        joined_step = Step(
             observation=ones[-1].observation,
-            trace={key: np.concatenate([one.trace[key] for one in ones], axis=1) for key in step.trace},
-            rewards={name: np.concatenate([one.rewards[name] for one in ones], axis=1) for name in step.rewards},
-            valid=np.concatenate([one.valid for one in ones], axis=1),
+            trace={key: np.concatenate([part.trace[key] for part in ones], axis=1) for key in step.trace},
+            rewards={name: np.concatenate([part.rewards[name] for part in ones], axis=1) for name in step.rewards},
+            valid=np.concatenate([part.valid for part in ones], axis=1),
             terminated=ones[-1].terminated,
             truncated=ones[-1].truncated,
             success=ones[-1].success,
         )
-        check_same_step(world, joined, step, text, tolerance)
+        check_same_step(world, joined_step, step, text, tolerance)
     world.close()
     single.close()
 
@@ -354,11 +364,13 @@ def check_render(make_world: MakeWorld, seeds: Array) -> None:
         promise(world, False, "the world has render (or pass renders=False)")
         return
     world.reset(seeds=seeds)
-    every, some = world.render(), world.render(rows=[1], height=48, width=64)
-    good = every.shape == (len(seeds), 240, 240, 3) and every.dtype == np.uint8
-    promise(world, good, f"render() is uint8 [B, 240, 240, 3], not {every.dtype} {list(every.shape)}")
-    good = some.shape == (1, 48, 64, 3) and some.dtype == np.uint8
-    promise(world, good, f"render(rows, height, width) is uint8 [R, height, width, 3], not {list(some.shape)}")
+    all_images, row_images = world.render(), world.render(rows=[1], height=48, width=64)
+    is_right = all_images.shape == (len(seeds), 240, 240, 3) and all_images.dtype == np.uint8
+    promise(world, is_right, f"render() is uint8 [B, 240, 240, 3], not {all_images.dtype} {list(all_images.shape)}")
+    is_right = row_images.shape == (1, 48, 64, 3) and row_images.dtype == np.uint8
+    promise(
+        world, is_right, f"render(rows, height, width) is uint8 [R, height, width, 3], not {list(row_images.shape)}"
+    )
     world.close()
 
 
@@ -396,8 +408,8 @@ def check_same_step(
     check_same(world, take(expected.trace, rows), take(got.trace, rows), text, tolerance)
     check_same(world, take(dict(expected.rewards), rows), take(dict(got.rewards), rows), text, tolerance)
     for name in ("valid", "terminated", "truncated", "success"):
-        same = np.array_equal(getattr(expected, name)[rows], getattr(got, name)[rows])
-        promise(world, same, f"{text} ('{name}' differs)")
+        is_same = np.array_equal(getattr(expected, name)[rows], getattr(got, name)[rows])
+        promise(world, is_same, f"{text} ('{name}' differs)")
 
 
 def check_same(world: World, expected: Observation, got: Observation, text: str, tolerance: float) -> None:

@@ -110,11 +110,11 @@ def _check_spec(model: LearnedModel, spec: WorldSpec) -> None:
     _promise(model, model_spec.instructions == spec.instructions, "spec: instructions are the world's")
     _promise(model, isinstance(model.context, int) and model.context >= 1, "context is a number of frames, 1 or more")
     fields_in_use = model.reads if isinstance(model, DecoderFree) else model_spec.observation
-    odd = [key for key, field in fields_in_use.items() if spec.observation.get(key) != field]
+    unknown_keys = [key for key, field in fields_in_use.items() if spec.observation.get(key) != field]
     _promise(
         model,
-        not odd,
-        f"the model reads and decodes only fields of the world; not {', '.join(odd)} (see `DecoderFree`)",
+        not unknown_keys,
+        f"the model reads and decodes only fields of the world; not {', '.join(unknown_keys)} (see `DecoderFree`)",
     )
 
 
@@ -126,12 +126,12 @@ def _check_stage(model: LearnedModel, name: str, part: Regression, episodes: Epi
     _promise(model, not _same(twins[0], twins[2]), f"{label}: batches are drawn with the given generator")
     fitted_module.train()
     batch = twins[0][0]
-    losses, again = (part.loss(batch, torch.Generator().manual_seed(5)) for _ in range(2))
+    losses, second_losses = (part.loss(batch, torch.Generator().manual_seed(5)) for _ in range(2))
     _promise(model, bool(losses), f"{label}: loss has named parts")
     for key, value in losses.items():
         text = f"{label}: loss '{key}' is [N] and finite"
         _promise(model, value.ndim == 1 and bool(value.isfinite().all()), f"{text}, not {list(value.shape)}")
-    _promise(model, _same(losses, again), f"{label}: equal generators give equal losses")
+    _promise(model, _same(losses, second_losses), f"{label}: equal generators give equal losses")
     weights = [weight for weight in fitted_module.parameters() if weight.requires_grad]
     before = [weight.detach().clone() for weight in weights]
     optimiser = torch.optim.Adam(weights, 1e-3)
@@ -169,8 +169,12 @@ def _check_initial(model: LearnedModel, episodes: Episodes, rows: int) -> Latent
     _promise(
         model, _same(latent, model.initial(context, seeds)), "initial: equal contexts and seeds give equal latents"
     )
-    several = context_at(episodes, steps, model.context + 2)
-    for start in (context_at(episodes, steps, 1), several, type(context)(several.observation, several.task)):
+    longer_context = context_at(episodes, steps, model.context + 2)
+    for start in (
+        context_at(episodes, steps, 1),
+        longer_context,
+        type(context)(longer_context.observation, longer_context.task),
+    ):
         other = model.initial(start, seeds)
         is_same = {name: value.shape for name, value in other.items()} == {
             n: value.shape for n, value in latent.items()
@@ -197,17 +201,21 @@ def _check_imagine(model: LearnedModel, latent: Latent) -> None:
     _check_observation(model, outcome.observation, rows, "imagine")
     _promise(model, set(outcome.rewards) == set(model.spec.rewards), f"imagine: the rewards are {model.spec.rewards}")
     for name, value in {**outcome.rewards, "uncertainty": outcome.uncertainty}.items():
-        good = tuple(value.shape) == (rows,) and value.is_floating_point() and bool(value.isfinite().all())
-        _promise(model, good and not value.requires_grad, f"imagine: {name} is [B], finite, floating, without gradient")
+        is_right = tuple(value.shape) == (rows,) and value.is_floating_point() and bool(value.isfinite().all())
+        _promise(
+            model, is_right and not value.requires_grad, f"imagine: {name} is [B], finite, floating, without gradient"
+        )
     _promise(model, bool((outcome.uncertainty >= 0).all()), "imagine: uncertainty is not negative")
     for name, flag in (("success", outcome.success), ("terminated", outcome.terminated)):
-        good = tuple(flag.shape) == (rows,) and flag.dtype == torch.bool
-        _promise(model, good, f"imagine: {name} is [B] bool, not {list(flag.shape)} {flag.dtype}")
+        is_right = tuple(flag.shape) == (rows,) and flag.dtype == torch.bool
+        _promise(model, is_right, f"imagine: {name} is [B] bool, not {list(flag.shape)} {flag.dtype}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        again = model.imagine(before, actions)
+        second_result = model.imagine(before, actions)
     _promise(
-        model, _same((next_latent, outcome), again), "imagine: equal latents and actions give bitwise equal results"
+        model,
+        _same((next_latent, outcome), second_result),
+        "imagine: equal latents and actions give bitwise equal results",
     )
     if isinstance(model, DecoderFree):
         observation = model.show(next_latent)
@@ -241,8 +249,8 @@ def _check_rows(model: LearnedModel, latent: Latent, tolerance: float) -> None:
 def _check_restored(kind: type[LearnedModel], model: LearnedModel, latent: Latent) -> None:
     """Describe, restore and load as a checkpoint does, including JSON."""
     weights = {name: value.clone() for name, value in module(model).state_dict().items()}
-    plain = json.loads(json.dumps(model.description()))
-    restored = kind.restore(plain, WorldSpec.from_json(json.loads(json.dumps(model.spec.to_json()))), weights)
+    description = json.loads(json.dumps(model.description()))
+    restored = kind.restore(description, WorldSpec.from_json(json.loads(json.dumps(model.spec.to_json()))), weights)
     module(restored).load_state_dict(weights, strict=True)
     module(restored).eval()
     _promise(model, restored.spec == model.spec, "restore: the spec is the one that was described")
@@ -274,8 +282,10 @@ def _check_observation(model: WorldModel, shown: Mapping[str, Tensor], rows: int
     )
     for key, field in fields.items():
         value = shown[key]
-        good = tuple(value.shape) == (rows, *field.shape)
-        _promise(model, good, f"{where}: '{key}' is [B, {', '.join(map(str, field.shape))}], not {list(value.shape)}")
+        right_shape = tuple(value.shape) == (rows, *field.shape)
+        _promise(
+            model, right_shape, f"{where}: '{key}' is [B, {', '.join(map(str, field.shape))}], not {list(value.shape)}"
+        )
         image = field.dtype == "uint8"
         right = value.dtype == torch.uint8 if image else value.is_floating_point() and bool(value.isfinite().all())
         _promise(model, right, f"{where}: '{key}' is {'uint8' if image else 'floating and finite'}, not {value.dtype}")
@@ -324,8 +334,9 @@ def _near(first: Imagined, second: Imagined, tolerance: float) -> bool:
     """Whether two imagined steps are equal up to `tolerance`."""
     pairs = zip(_tensors(first), _tensors(second), strict=True)
     return all(
-        one.shape == other.shape and not bool(((one.double() - other.double()).abs() > tolerance).any())
-        for one, other in pairs
+        first_tensor.shape == other.shape
+        and not bool(((first_tensor.double() - other.double()).abs() > tolerance).any())
+        for first_tensor, other in pairs
     )
 
 

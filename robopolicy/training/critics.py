@@ -353,9 +353,9 @@ def _seen_through(interface: Interface) -> dict[str, Field]:
 
 def _by_means_of[Choosing: (SteeredPolicy, BestOfPolicy)](policy: Choosing, inner: Policy) -> Choosing:
     """Return `policy`, with shared weights, using `inner` to compute the base's chunks."""
-    copied = copy.copy(policy)
-    object.__setattr__(copied, "_fast", inner)  # a module's own way would register it in both
-    return copied
+    copied_policy = copy.copy(policy)
+    object.__setattr__(copied_policy, "_fast", inner)  # a module's own way would register it in both
+    return copied_policy
 
 
 def _save_around(policy: SteeredPolicy | BestOfPolicy, folder: Path, kind: str, own: Mapping[str, Any]) -> None:

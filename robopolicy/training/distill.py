@@ -68,8 +68,10 @@ class Distillation(nn.Module):
         # Teacher and student begin in the same noise: a consistency function maps one point to one end.
         noise, prefix = draw_noise(), None
         with torch.no_grad():
-            if most := teacher.config.prefix_steps:  # it continues the beginning of a plan, here another one of its own
-                count = draw_counts(rows, most, teacher.config.prefix_decay, generator).to(device)
+            if (
+                prefix_limit := teacher.config.prefix_steps
+            ):  # it continues the beginning of a plan, here another one of its own
+                count = draw_counts(rows, prefix_limit, teacher.config.prefix_decay, generator).to(device)
                 prefix = teacher.trajectory(observation, draw_noise())[:, -1], count
             guide = None if prefix is None else lambda steps: PrefixedSteps(steps, *prefix)
             path = teacher.trajectory(observation, noise, guided=guide)
@@ -94,8 +96,8 @@ class Distillation(nn.Module):
         distance = (clean - path[:, -1])[..., : student.part.size].square()  # what pads an action is executed by nobody
         if prefix is None:
             return {"distance": distance.mean((1, 2))}
-        free = ~given_steps(prefix[1], distance.shape[1])  # of given steps nothing is asked
-        return {"distance": (distance.mean(2) * free).sum(1) / free.sum(1)}
+        free_steps = ~given_steps(prefix[1], distance.shape[1])  # of given steps nothing is asked
+        return {"distance": (distance.mean(2) * free_steps).sum(1) / free_steps.sum(1)}
 
 
 def distill(
@@ -172,9 +174,9 @@ def few_step_student(teacher: DenoisingPolicy, steps: int = 1) -> DenoisingPolic
     config, network = teacher.config, teacher.network
     diffusion = config.kind is PolicyKind.DIFFUSION
     if isinstance(network, OwnLatents):
-        copied, finetuned_steps = network.of_steps(steps), steps
+        student_network, finetuned_steps = network.of_steps(steps), steps
     else:
-        copied, finetuned_steps = copy.deepcopy(network).requires_grad_(True), None
+        student_network, finetuned_steps = copy.deepcopy(network).requires_grad_(True), None
     student_config = replace(
         config,
         sampling_steps=steps,
@@ -191,7 +193,7 @@ def few_step_student(teacher: DenoisingPolicy, steps: int = 1) -> DenoisingPolic
         teacher.action,
         fps=teacher.fps,
         instructions=teacher.instructions,
-        network=copied,
+        network=student_network,
     )
     student.action_normalizer.load_state_dict(teacher.action_normalizer.state_dict())
     return student.to(teacher.action_low.device)
@@ -199,9 +201,9 @@ def few_step_student(teacher: DenoisingPolicy, steps: int = 1) -> DenoisingPolic
 
 def require_fewer_steps(teacher: DenoisingPolicy, steps: int) -> None:
     """Raise ConfigError unless 1 <= steps < the teacher's, and its network supports fewer steps."""
-    most, network = teacher.schedule.steps, teacher.network
-    if not 1 <= steps < max(most, 2):
-        raise ConfigError(f"steps={steps} must be at least 1 and below the teacher's {most} denoising steps.")
+    teacher_steps, network = teacher.schedule.steps, teacher.network
+    if not 1 <= steps < max(teacher_steps, 2):
+        raise ConfigError(f"steps={steps} must be at least 1 and below the teacher's {teacher_steps} denoising steps.")
     if isinstance(network, OwnLatents) and (reason := network.why_always_as_many()):
         raise ConfigError(f"The policy cannot be distilled to fewer steps: {reason}")
 

@@ -31,10 +31,10 @@ def load_with_encoder(folder: Path | str | Checkpoint, device: torch.device | st
             f"{place} does not exist: {folder} contains a policy that reads a world model's latent, and the world "
             "model's folder is missing. Restore it from a copy, or train again."
         )
-    behind = EncodedPolicy(policy, load_encoder(place, device))
-    remember_origin(behind, origin_of(policy))
-    remember_renaming(behind, renaming_of(policy))
-    return behind
+    encoded_policy = EncodedPolicy(policy, load_encoder(place, device))
+    remember_origin(encoded_policy, origin_of(policy))
+    remember_renaming(encoded_policy, renaming_of(policy))
+    return encoded_policy
 
 
 def load_encoder(folder: Path, device: torch.device | str = "cpu") -> DecoderFree:

@@ -51,18 +51,18 @@ def with_executed(
     Chunks of versions other than `version` (None: none) were handled when that version acted.
     """
     # A scored log-probability of a whole chunk counts actions that were never executed, behind the episode's end.
-    cut = rollouts.alive & (~rollouts.valid).any(-1)
-    if not bool(cut.any()):
+    shortened_mask = rollouts.alive & (~rollouts.valid).any(-1)
+    if not bool(shortened_mask.any()):
         return rollouts
     latents = {**rollouts.latents, "executed": rollouts.valid}
     marked = replace(rollouts, latents=latents, logp_behaviour=rollouts.logp_behaviour.clone())
     if version is not None:
-        cut &= rollouts.policy_version == version
-    if not bool(cut.any()):
+        shortened_mask &= rollouts.policy_version == version
+    if not bool(shortened_mask.any()):
         return marked
     with torch.no_grad():
-        decisions = _gathered(marked, cut, instructions, images=reads_images(policy, marked))
-        marked.logp_behaviour[cut], _ = _scored(policy, decisions)
+        decisions = _gathered(marked, shortened_mask, instructions, images=reads_images(policy, marked))
+        marked.logp_behaviour[shortened_mask], _ = _scored(policy, decisions)
     return marked
 
 
@@ -170,8 +170,8 @@ def parts_of(where: Tensor, most: int) -> Iterator[Tensor]:
     if len(indices) <= most:
         yield where
         return
-    for some in indices.split(most):
-        yield torch.zeros_like(where).flatten().index_fill(0, some, True).reshape(where.shape)
+    for slice_indices in indices.split(most):
+        yield torch.zeros_like(where).flatten().index_fill(0, slice_indices, True).reshape(where.shape)
 
 
 @torch.no_grad()
@@ -184,9 +184,9 @@ def conditions_of(rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[
     """
     alive = rollouts.alive
     if "chain" in rollouts.latents:
-        some = alive.nonzero()[:ACTIONS_COMPARED].unbind(1)
-        ends = rollouts.latents["chain"][some][:, -1]
-        require_own_actions(policy, ends, rollouts.actions[some], rollouts.valid[some])
+        positions = alive.nonzero()[:ACTIONS_COMPARED].unbind(1)
+        ends = rollouts.latents["chain"][positions][:, -1]
+        require_own_actions(policy, ends, rollouts.actions[positions], rollouts.valid[positions])
     if not (isinstance(policy, EncodesObservation) and policy.caches_condition and bool(alive.any())):
         return {}
     parts = parts_of(alive, rows_at_once(READ_AT_ONCE))
@@ -292,30 +292,30 @@ def require_same_scores(
     tolerance: for log-probabilities up to 1. Larger ones, and sums whose terms cancel, have tolerances proportional to
     their own or the mean magnitude. Raises ScoreError if one differs by more, NonFiniteError if one is not finite.
     """
-    fresh = rollouts.played & (rollouts.policy_version == iteration)
-    indices = fresh.flatten().nonzero().squeeze(1)
+    current_mask = rollouts.played & (rollouts.policy_version == iteration)
+    indices = current_mask.flatten().nonzero().squeeze(1)
     if not len(indices):
         return
     count = min(len(indices), 256)
     # Evenly spaced over rows and time, without drawing: a check must not move any generator.
     indices = indices[torch.arange(count, device=indices.device) * (len(indices) // count)]
-    some = torch.zeros_like(fresh).flatten().index_fill(0, indices, True).reshape(fresh.shape)
+    sample_mask = torch.zeros_like(current_mask).flatten().index_fill(0, indices, True).reshape(current_mask.shape)
     images = reads_images(policy, rollouts)
-    logp, _ = _scored(policy, _gathered(rollouts, some, instructions, images=images))
-    mask = rollouts.mask[some]
-    acted = torch.where(mask, rollouts.logp_behaviour[some], 0.0)
+    logp, _ = _scored(policy, _gathered(rollouts, sample_mask, instructions, images=images))
+    mask = rollouts.mask[sample_mask]
+    acted = torch.where(mask, rollouts.logp_behaviour[sample_mask], 0.0)
     difference = torch.where(mask, logp - acted, 0.0).abs()
     require_finite("the log-probability", difference.max(), where)
     # A sum whose terms cancel is small, but its rounding is of the size of the terms: hence the mean as a floor.
     size = acted.abs().clamp(min=max(1.0, float(acted.abs().sum() / mask.sum().clamp(min=1))))
     worst = (difference / size).argmax()
-    error, allowed = float(difference.flatten()[worst]), tolerance * float(size.flatten()[worst])
-    if error > allowed:
+    error, limit = float(difference.flatten()[worst]), tolerance * float(size.flatten()[worst])
+    if error > limit:
         raise ScoreError(
             f"Before {where}, recomputed log-probabilities differ from those at acting time: "
-            f"{float(acted.flatten()[worst]):.3g} differs by {error:.2e} (allowed {allowed:.1e}). Acting and "
+            f"{float(acted.flatten()[worst]):.3g} differs by {error:.2e} (allowed {limit:.1e}). Acting and "
             "log_prob must use the same schedule, clipping, standard deviation and mode (dropout, precision). If "
-            f"the cause is rounding alone, set ratio_tolerance={2 * error / allowed * tolerance:.1e}."
+            f"the cause is rounding alone, set ratio_tolerance={2 * error / limit * tolerance:.1e}."
         )
 
 

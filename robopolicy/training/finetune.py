@@ -327,9 +327,11 @@ class _Finetuning:
         if self.expert_rows is not None:
             prepared_rollouts = self.expert_rows.beside(prepared_rollouts, self._context)
         if rollouts.whole:
-            fresh = rollouts.fresh
+            fresh_rollouts = rollouts.fresh
             # Mean returns of the latest 256 groups, fresh ones only: what baselines across iterations compare with.
-            self.history = (*self.history, *Segments.of(fresh.group).mean(fresh.row_return).tolist())[-256:]
+            self.history = (*self.history, *Segments.of(fresh_rollouts.group).mean(fresh_rollouts.row_return).tolist())[
+                -256:
+            ]
         stale = prepared_rollouts.played & (prepared_rollouts.policy_version != self.iteration)
         # Decoupled PPO: the behaviour policy is too old to clip around, so the present policy, before the update, is
         # the proximal one.
@@ -395,9 +397,9 @@ class _Finetuning:
         if self.confirm is not None:
             figures = self.course.confirmed(figures, partial(self.confirm, self.policy, self.iteration))
         self.course.observe(figures)
-        reached = self.course.ended is Ended.TARGET
+        reached_target = self.course.ended is Ended.TARGET
         # The policy that reached the target is kept even if an earlier one scored higher.
-        if reached or not self.best_believed or score(figures) > score(self.best):
+        if reached_target or not self.best_believed or score(figures) > score(self.best):
             self.best, self.best_believed = {"iteration": self.iteration, **figures}, True
             self.best_weights = {name: value.clone() for name, value in learned(self.policy).items()}
             if self.run_folder is not None:

@@ -134,21 +134,23 @@ def expert_rollouts(
         return value.reshape(*shape, *value.shape[1:])
 
     valid = rows(windows["action_valid"]) & alive[..., None]
-    executed = torch.minimum(place[:, None] + torch.arange(spec.chunk, device=place.device), lengths[:, None, None] - 1)
-    executed = episodes.starts[chosen][:, None, None] + executed
+    executed_steps = torch.minimum(
+        place[:, None] + torch.arange(spec.chunk, device=place.device), lengths[:, None, None] - 1
+    )
+    executed_steps = episodes.starts[chosen][:, None, None] + executed_steps
     last = place + spec.chunk >= lengths[:, None]
     zeros = torch.zeros_like(alive)
     terminated = (
         torch.ones_like(chosen, dtype=torch.bool) if episodes.terminated is None else episodes.terminated[chosen]
     )
-    success = zeros if episodes.step_success is None else episodes.step_success[executed[..., -1]] & alive
+    success = zeros if episodes.step_success is None else episodes.step_success[executed_steps[..., -1]] & alive
     index_of_text = {text: index for index, text in enumerate(instructions)}
     task = torch.tensor(
         [index_of_text.get(episodes.tasks[index], 0) for index in chosen.tolist()], device=chosen.device
     )
     latents = {name: rows(value) for name, value in policy.steps_of(windows["actions"], generator).items()}
     mask = alive[..., None].expand(*shape, spec.scored_steps).clone()
-    alone = torch.full_like(chosen, -1)
+    no_parent = torch.full_like(chosen, -1)
     observation = {key: rows(value) for key, value in windows["observation"].items() if key != TASK}
     return Rollouts(
         observation={key: value for key, value in observation.items() if key not in cameras_in(observation)},
@@ -157,7 +159,9 @@ def expert_rollouts(
         actions=rows(windows["actions"]),
         logp_behaviour=torch.zeros(mask.shape, device=mask.device),
         mask=mask,
-        rewards={name: torch.where(valid, value[executed], 0.0) for name, value in (episodes.rewards or {}).items()},
+        rewards={
+            name: torch.where(valid, value[executed_steps], 0.0) for name, value in (episodes.rewards or {}).items()
+        },
         valid=valid,
         terminated=last & alive & terminated[:, None],
         truncated=last & alive & ~terminated[:, None],
@@ -167,8 +171,8 @@ def expert_rollouts(
         policy_version=torch.zeros(shape, dtype=torch.int64, device=mask.device),
         episode=torch.arange(len(chosen), device=mask.device),
         group=torch.arange(len(chosen), device=mask.device),
-        parent=alone,
-        branch_decision=alone,
+        parent=no_parent,
+        branch_decision=no_parent,
         whole=True,
         images=Images.of(observation),
     )
@@ -273,12 +277,12 @@ class Guidance:
     def _other_steps(self, policy: Policy) -> str:
         teacher = self.teacher
         if not isinstance(teacher, ScoredPolicy) or not teacher.spec.scored_steps:
-            more = (
+            hint = (
                 (" in this form; the policy returned by its to_trainable() has them")
                 if isinstance(teacher, BecomesTrainable)
                 else ""
             )
-            return f"{type(teacher).__name__} has no log-probabilities{more}"
+            return f"{type(teacher).__name__} has no log-probabilities{hint}"
         return difference_of_steps(policy, teacher)
 
     def gives(self, policy: Policy) -> frozenset[Need]:

@@ -83,12 +83,12 @@ class ModelRefresh:
         model = self.models[0]
         generators = Generators(derive(self.seed, f"refresh/{iteration}"), next(model.parameters()).device)
         seeds = episode_seeds(self.seed, f"refresh/{iteration}", self.episodes)
-        fresh = record(self.real, self.in_reality(policy), seeds, generator=generators["act"])
+        new_episodes = record(self.real, self.in_reality(policy), seeds, generator=generators["act"])
         folder = self.run.path / "recorded"
-        write_dataset(fresh, folder / str(iteration), images="png", existing="replace")
+        write_dataset(new_episodes, folder / str(iteration), images="png", existing="replace")
         earlier = [read_dataset(folder / str(done)) for done in self.iterations]
         cameras = cameras_of(fields_read(model))
-        all_episodes = Episodes.concatenate([read_dataset(self.data, cameras=cameras), *earlier, fresh])
+        all_episodes = Episodes.concatenate([read_dataset(self.data, cameras=cameras), *earlier, new_episodes])
         # The same seed at every refresh: the split does not depend on how often the model was refreshed.
         training, held_out = all_episodes.split(0.1, torch.Generator().manual_seed(derive(self.seed, "split")))
         fit_stages(model, training, FitConfig(steps=self.steps, learning_rate=1e-3, warmup=20), generators)
@@ -96,7 +96,7 @@ class ModelRefresh:
         # Evaluation and training imagine in copies of the model; figures would not compare if one stayed behind.
         self._share(model.state_dict())
         self.iterations.append(iteration)
-        self.env_steps += fresh.step_count
+        self.env_steps += new_episodes.step_count
         # Not yet `model`: a kill before the list is written would refresh it twice
         waiting = self.run.path / f"{WAITING}{iteration}"
         save_world_model(model, waiting)

@@ -137,11 +137,14 @@ def roll_out(
             following = interface.state(step.observation)
             reward = np.stack(list(step.rewards.values())).sum(0)[:, 0]
             # Only a terminated task ends the backup: where imagination or time stops, the next state's value counts.
-            rewards, over = torch.from_numpy(reward).float(), torch.from_numpy(step.terminated)
+            rewards, is_over = torch.from_numpy(reward).float(), torch.from_numpy(step.terminated)
             if edge_value is not None and step.horizon_end is not None:
-                stopped = torch.from_numpy(step.horizon_end)
-                rewards, over = torch.where(stopped, rewards + edge_value(following), rewards), over | stopped
-            transitions = Transitions(state, action, rewards, following, over, torch.from_numpy(step.success))
+                is_truncated = torch.from_numpy(step.horizon_end)
+                rewards, is_over = (
+                    torch.where(is_truncated, rewards + edge_value(following), rewards),
+                    is_over | is_truncated,
+                )
+            transitions = Transitions(state, action, rewards, following, is_over, torch.from_numpy(step.success))
             # `running` is of before the step, so the transition that ends an episode is kept and no later one.
             parts.append(transitions.take(torch.from_numpy(part.running & step.valid[:, 0])))
     return Transitions.join(parts)
@@ -174,9 +177,9 @@ def learn_in_imagination(
     with progress("Training in imagination", config.epochs) as advance:
         for epoch in range(1, config.epochs + 1):
             name, draws = f"rollout/{epoch}", generators["act"]
-            fresh = roll_out(world, agent, interface, config.rollouts, seed, name, draws, edge_value)
+            new_transitions = roll_out(world, agent, interface, config.rollouts, seed, name, draws, edge_value)
             # Old transitions are of an agent that acts differently by now, and of states that it no longer visits.
-            history = [*history, fresh.check()][-config.keep :]
+            history = [*history, new_transitions.check()][-config.keep :]
             imagined_data = Transitions.join(history)
             figures: dict[str, Tensor] = {}
             for _ in range(config.updates):

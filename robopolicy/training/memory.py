@@ -74,9 +74,9 @@ class MemoryBudget:
     def text(self) -> str:
         """Return the budget as one line."""
         teacher_text = f" those of its teacher {in_bytes(self.teacher)}," if self.teacher else ""
-        rest = f"frozen {in_bytes(self.rest)} and trainable " if self.rest else ""
+        frozen_text = f"frozen {in_bytes(self.rest)} and trainable " if self.rest else ""
         return (
-            f"Estimated memory: weights {rest}{in_bytes(self.weights)}, stored {len(self.copies)} times "
+            f"Estimated memory: weights {frozen_text}{in_bytes(self.weights)}, stored {len(self.copies)} times "
             f"({', '.join(self.copies)}),{teacher_text} gradients and optimiser {in_bytes(self.learning)}, "
             f"{self.decisions} action chunks and a minibatch of {self.minibatch} {in_bytes(self.kept)}, activations "
             f"of {self.at_once} chunks {in_bytes(self.activations)}."
@@ -158,16 +158,16 @@ def plan_memory(
     observation = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
     with FlopCounterMode(display=False) as deciding:
         decision = policy.act(observation, torch.Generator(device).manual_seed(0))
-    once, copied = _held(policy, observation, packed if images else None)
+    chunk_bytes, copy_bytes = _held(policy, observation, packed if images else None)
     latent_bytes = sum(map(_bytes, decision.latents.values()))
     latents = dict(decision.latents)
     if 0 < scored_steps < policy.spec.scored_steps:
         latents["chosen"] = torch.arange(scored_steps, device=device)[None]
     with FlopCounterMode(display=False) as scoring:
         # The difference between two rows and one is what a row adds; what remains of the first is shared by all rows.
-        one = _saved(policy, lambda: policy.log_prob(observation, latents).logp)
+        row_bytes = _saved(policy, lambda: policy.log_prob(observation, latents).logp)
     doubled = _twice(observation), _twice(latents)
-    each = _saved(policy, lambda: policy.log_prob(*doubled).logp) - one
+    each = _saved(policy, lambda: policy.log_prob(*doubled).logp) - row_bytes
     learns = list(policy.trainable_parameters())
     weights = sum(_bytes(weight) for weight in policy.parameters() if weight.requires_grad)
     return MemoryBudget(
@@ -175,9 +175,9 @@ def plan_memory(
         copies=copies,
         # Gradients, the weights from before a step (`Learner` keeps them for the KL stop), the optimiser's state.
         learning=sum(map(_bytes, learns)) + kept_bytes(optimiser, learns) + optimiser_bytes(optimiser, learns),
-        kept=decisions * (once + latent_bytes) + rows * (copied + latent_bytes),
+        kept=decisions * (chunk_bytes + latent_bytes) + rows * (copy_bytes + latent_bytes),
         decisions=decisions,
-        activations=one + (at_once - 1) * each,
+        activations=row_bytes + (at_once - 1) * each,
         each=each,
         minibatch=rows,
         at_once=at_once,
@@ -210,14 +210,16 @@ def plan_pretraining(
         return list((lesson or policy).loss(batch, torch.Generator(device).manual_seed(0)).values())
 
     at_once = min(micro_batch or batch_size, batch_size)
-    one, two = (_saved(policy, lambda given=inputs: losses(given)) for inputs in (observation, _twice(observation)))
-    activations = one + (at_once - 1) * (two - one)
+    row_bytes, two = (
+        _saved(policy, lambda given=inputs: losses(given)) for inputs in (observation, _twice(observation))
+    )
+    activations = row_bytes + (at_once - 1) * (two - row_bytes)
     learns = list(policy.trainable_parameters())
     # The gradient, and the average of the weights themselves
     learning = 2 * sum(map(_bytes, learns)) + optimiser_bytes(optimiser, learns)
     byte_count = learning + activations
     if available is not None and byte_count > available:
-        advice = fitting(activations, two - one, at_once, _spare(byte_count, available))
+        advice = fitting(activations, two - row_bytes, at_once, _spare(byte_count, available))
         raise ConfigError(
             f"Training needs about {in_bytes(byte_count)} more memory, but only {in_bytes(available)} are free. "
             f"{advice} Or lower batch_size={batch_size}, or train only LoRA adapters of a token policy "

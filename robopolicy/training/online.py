@@ -71,7 +71,7 @@ class Experience:
         played: reward, next_state, terminated, success, episode and decay, as in `Transitions`, each [n, ...]. The rest
         of the episode is not known yet (see `tell`): outcomes are minus infinity, next actions unknown.
         """
-        fresh = {
+        new_columns = {
             "state": state,
             "action": action,
             **played,
@@ -80,7 +80,7 @@ class Experience:
             "outcome": torch.full_like(played["reward"], -torch.inf),
         }
         end = self.count + len(state)
-        for name, value in fresh.items():
+        for name, value in new_columns.items():
             column = self.columns.get(name)
             if column is None or len(column) < end:
                 larger = value.new_zeros((max(FIRST, 2 * end), *value.shape[1:]))
@@ -236,7 +236,7 @@ class Online:
         count = min(rows, (self.config.steps - self.env_steps) // chunk)
         self.wave += 1
         player.start_wave(episode_seeds(seed, f"online/{self.wave}", count))
-        first, won = self.episodes, np.zeros(rows, dtype=bool)
+        first, successes = self.episodes, np.zeros(rows, dtype=bool)
         self.episodes += count
         turns: list[tuple[Tensor, Tensor]] = []
         self.figures = {}  # a wave logs its own, as it would after a kill
@@ -244,7 +244,7 @@ class Online:
         for part in player:
             before = self.env_steps
             turns.append(self.keep(part, first))
-            won[part.running] = part.step.success[part.running]
+            successes[part.running] = part.step.success[part.running]
             if not self.warming_up:
                 self.learn(len(turns[-1][1]))
             self.explorer.share = self.share
@@ -253,7 +253,7 @@ class Online:
             if self.env_steps + player.running.sum() * chunk > self.config.steps:
                 break
         self.experience.tell(turns, rows)
-        self.log(float(won[:count].mean()))
+        self.log(float(successes[:count].mean()))
 
     @property
     def warming_up(self) -> bool:
@@ -300,8 +300,8 @@ class Online:
         while self.owed >= 1:
             self.figures = self.agent.update(self.batch(), self.generators["update"])
             self.owed, self.updates = self.owed - 1, self.updates + 1
-            every = self.config.evaluate_every
-            if self.updates in self.config.evaluate_at or (every and self.updates % every == 0):
+            interval = self.config.evaluate_every
+            if self.updates in self.config.evaluate_at or (interval and self.updates % interval == 0):
                 self.look()
 
     def switch(self) -> None:

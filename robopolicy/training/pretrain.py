@@ -171,8 +171,8 @@ def _worthy_batches(
         steps = among[indices.to(data.device)]
         batch = data.windows(steps, spec.history, spec.prediction, columns)
         # cumprod: from the first unworthy step on nothing of the chunk is imitated, even what is worthy again later.
-        good = worth[(steps[:, None] + offsets).clamp(max=len(worth) - 1)].long().cumprod(1).bool()
-        batch["action_valid"] = batch["action_valid"] & good
+        worthy_mask = worth[(steps[:, None] + offsets).clamp(max=len(worth) - 1)].long().cumprod(1).bool()
+        batch["action_valid"] = batch["action_valid"] & worthy_mask
         yield batch
 
 

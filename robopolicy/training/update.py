@@ -146,7 +146,7 @@ class Learner:
         """
         self.before_step = []
         rows: list[dict[str, Tensor]] = []
-        stopped = False
+        was_stopped = False
         source = self._source(rollouts)
         self.live = self._live(source)
         self.most = self._most_noisy(source) if self.chooses else len(self._steps())
@@ -157,11 +157,11 @@ class Learner:
                 stats: dict[str, Tensor] = {}
                 if self.critic is not None:
                     stats.update(self._critic_step(batch, where))
-                if train_actor and not stopped:
-                    actor_stats, stopped = self._actor_step(batch, context, draws, where)
+                if train_actor and not was_stopped:
+                    actor_stats, was_stopped = self._actor_step(batch, context, draws, where)
                     stats.update(actor_stats)
                 rows.append(stats)
-            if stopped:
+            if was_stopped:
                 break
         names = dict.fromkeys(name for row in rows for name in row)
         means = {name: float(torch.stack([row[name] for row in rows if name in row]).mean()) for name in names}
@@ -170,7 +170,7 @@ class Learner:
             variance = explained_variance(extras["value"][alive], extras["value_target"][alive])
             if not bool(variance.isnan()):
                 means["explained_variance"] = float(variance)
-        self.stats = {**means, "actor_steps": sum("policy_loss" in row for row in rows), "kl_stop": float(stopped)}
+        self.stats = {**means, "actor_steps": sum("policy_loss" in row for row in rows), "kl_stop": float(was_stopped)}
         return self.stats
 
     def _source(self, rollouts: Rollouts) -> Rollouts:
@@ -207,8 +207,8 @@ class Learner:
         groups = Segments.of(source.group)
         order = torch.randperm(groups.count, generator=draws, device=draws.device)
         # A group is compared as a whole, so minibatches are of whole groups of about the wanted number of rows.
-        some = order.split(max(1, round(size * groups.count / rows)))
-        return [torch.isin(groups.index, part).nonzero().squeeze(1) for part in some]
+        group_batches = order.split(max(1, round(size * groups.count / rows)))
+        return [torch.isin(groups.index, part).nonzero().squeeze(1) for part in group_batches]
 
     def _critic_step(self, batch: Rollouts, where: str) -> dict[str, Tensor]:
         assert self.critic is not None

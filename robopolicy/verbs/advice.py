@@ -225,38 +225,38 @@ def print_advice(
     base, tuned_result = (verdicts[name].deterministic for name in ("base", "tuned"))
     if tuned_result.score > base.score:
         return
-    failed = f"Fine-tuning did not raise {'success' if base.reports_success else 'the return'}."
+    prefix = f"Fine-tuning did not raise {'success' if base.reports_success else 'the return'}."
     causes = "`robopolicy doctor DATA doctor.policy=CHECKPOINT` checks for other causes."
     critic = Need.CRITIC in section.resolved().needs
     unpaid = "" if seen is None else nothing_paid(seen, section, world)
     if not unpaid and critic and iterations is not None and iterations <= section.critic_warmup:
         output.print(
-            f"{failed} Only the critic was trained: finetune.critic_warmup={section.critic_warmup} takes all "
+            f"{prefix} Only the critic was trained: finetune.critic_warmup={section.critic_warmup} takes all "
             f"{iterations} iterations. Set finetune.iterations above it, or finetune.critic_warmup=0."
         )
         return
     if seen is not None and seen.iterations:
         evident = evident_cause(seen, base, tuned_result, section, compare(base, tuned_result), world)
         if evident:
-            output.print(f"{failed} {evident}", markup=False, soft_wrap=True)
+            output.print(f"{prefix} {evident}", markup=False, soft_wrap=True)
             return
-        more = f"finetune.num_envs={2 * section.num_envs}" if critic else f"finetune.groups={2 * section.groups}"
+        suggestion = f"finetune.num_envs={2 * section.num_envs}" if critic else f"finetune.groups={2 * section.groups}"
         largest = f" (a KL divergence of at most {max(seen.kl):.2g})" if seen.kl else ""
         output.print(
-            f"{failed} Rewards were non-zero and updates stayed within their bounds{largest}: the policy may have "
-            f"overfitted to lucky episodes. Try {more} or finetune.epochs=2. {causes}",
+            f"{prefix} Rewards were non-zero and updates stayed within their bounds{largest}: the policy may have "
+            f"overfitted to lucky episodes. Try {suggestion} or finetune.epochs=2. {causes}",
             markup=False,
             soft_wrap=True,
         )
     elif critic:
         output.print(
-            f"{failed} A common cause is updates that are too large: try finetune.clip=0.01 finetune.epochs=2, or, "
+            f"{prefix} A common cause is updates that are too large: try finetune.clip=0.01 finetune.epochs=2, or, "
             "while the critic is not yet accurate, finetune.learning_rate=1e-4 finetune.critic_warmup=4 "
             f"finetune.minibatch=256 or more finetune.num_envs. {causes}"
         )
     else:
         output.print(
-            f"{failed} A common cause is updates that are too large and overfit to lucky episodes: divide "
+            f"{prefix} A common cause is updates that are too large and overfit to lucky episodes: divide "
             f"finetune.learning_rate by 3, set finetune.epochs=2, or double finetune.groups. {causes}"
         )
     # Where a time limit is no end, what would have come after it counts, and no episode shows that to the critic.

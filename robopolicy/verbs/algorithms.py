@@ -51,8 +51,12 @@ def run(config: Config) -> int:
         listed_papers = [paper for paper in papers() if name in (PAPERS, paper.id)]
         if not listed_papers:
             names = [PAPERS, *PRESETS, *(entry.name for entry in mechanisms()), *(paper.id for paper in papers())]
-            near = nearest(name, names)
-            hint = f"Did you mean '{near}'?" if near else f"Without a name, all are listed; '{PAPERS}' lists papers."
+            suggestion = nearest(name, names)
+            hint = (
+                f"Did you mean '{suggestion}'?"
+                if suggestion
+                else f"Without a name, all are listed; '{PAPERS}' lists papers."
+            )
             raise ConfigError(f"No algorithm, mechanism or paper is named '{name}'. {hint}")
         show_papers(listed_papers)
         publish(

@@ -181,10 +181,10 @@ def controller_lines(config: Config, target: str) -> list[str]:
     world = build_world(config.world, batch_size=EPISODES, seed=config.run.seed)
     try:
         check_controller(lambda: load_controller(target, world.spec), world)
-        won = record(world, load_controller(target, world.spec), np.arange(EPISODES)).success
+        success = record(world, load_controller(target, world.spec), np.arange(EPISODES)).success
     finally:
         world.close()
-    result_text = "success is not reported" if won is None else f"{won.sum()} of {EPISODES} succeeded"
+    result_text = "success is not reported" if success is None else f"{success.sum()} of {EPISODES} succeeded"
     return [f"You can collect with it (collect.controller={target}): {result_text}.", tried_in(config)]
 
 
@@ -310,7 +310,7 @@ def world_lines(config: Config, name: str) -> list[str]:
         finally:
             for world in worlds:
                 world.close()
-    more = f"Snapshots: {'yes' if snapshots else 'no'}. Rendering: {'yes' if renders else 'no'}."
+    abilities = f"Snapshots: {'yes' if snapshots else 'no'}. Rendering: {'yes' if renders else 'no'}."
     cameras: Mapping[str, str] = getattr(first, "available_cameras", {})
     listing = ", ".join(f"{camera} ({description})" for camera, description in cameras.items())
     camera_lines = [f"Cameras: {listing}. Select one with world.cameras=[NAME]."] if listing else []
@@ -318,7 +318,7 @@ def world_lines(config: Config, name: str) -> list[str]:
         f"You can {WORLD_ALLOWS}.",
         *spec_lines(first.spec),
         *camera_lines,
-        more,
+        abilities,
         *(f"Note: {text}" for text in notes),
     ]
 
@@ -350,7 +350,7 @@ def spec_lines(spec: WorldSpec) -> list[str]:
     """Describe a world's observations, actions and success criterion: what is needed to write a controller for it."""
     field_lines = [f"Observation {key} {described(field)}" for key, field in spec.observation.items()]
     low, high = (np.broadcast_to(limit, spec.action.shape) for limit in (spec.action.low, spec.action.high))
-    limits = [f"{least:g} to {most:g}" for least, most in zip(low, high, strict=True)]
+    limits = [f"{lowest:g} to {highest:g}" for lowest, highest in zip(low, high, strict=True)]
     bounds = ", ".join(limits if len(set(limits)) > 1 else limits[:1])
     beyond = "" if spec.clips_actions else " (not clipped: executed as given, also outside the bounds)"
     action_line = (

@@ -150,8 +150,8 @@ def collect_chains(config: Config, unfinished: Unfinished) -> tuple[Episodes, di
         episode_seeds(config.run.seed, "collect/0", section.episodes),
         Generators(config.run.seed, device),
     )
-    stored = unfinished.part("chains", section.episodes)
-    episodes, chains = record_chains(world, policy, seeds, generator=generator["act"], kept=stored)
+    cache = unfinished.part("chains", section.episodes)
+    episodes, chains = record_chains(world, policy, seeds, generator=generator["act"], kept=cache)
     world.close()
     scored_chains = with_densities(policy, episodes.to(device), chains.to(device)).to("cpu")
     return episodes, scored_chains.columns(episodes.step_count)
@@ -165,8 +165,8 @@ def collect_corrected(config: Config, unfinished: Unfinished) -> Episodes:
     world = build_world(config.world, policy, episodes=section.episodes, seed=config.run.seed)
     expert = build_controller(config.world, world, section.controller)
     seeds, draws = episode_seeds(config.run.seed, "collect/0", section.episodes), Generators(config.run.seed, device)
-    stored = unfinished.part("corrected", section.episodes)
-    episodes = record_corrected(world, policy, expert, seeds, section.correct, generator=draws["act"], kept=stored)
+    cache = unfinished.part("corrected", section.episodes)
+    episodes = record_corrected(world, policy, expert, seeds, section.correct, generator=draws["act"], kept=cache)
     world.close()
     return episodes
 

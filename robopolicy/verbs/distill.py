@@ -74,8 +74,8 @@ def run(config: Config) -> int:
     remember_origin(student, origin_of(teacher))
     remember_renaming(student, renaming_of(teacher))
     student.save(folder.checkpoint)
-    both: dict[str, Policy] = {"teacher": teacher, "student": student}
-    seconds = seconds_of(both, episodes, device)
+    policies_of_roles: dict[str, Policy] = {"teacher": teacher, "student": student}
+    seconds = seconds_of(policies_of_roles, episodes, device)
     faster = seconds["teacher"] / seconds["student"]
     result: dict[str, Any] = {
         "teacher_checkpoint": str(path),
@@ -88,7 +88,7 @@ def run(config: Config) -> int:
         **{f"seconds_{name}": value for name, value in seconds.items()},
     }
     if section.evaluate_episodes:
-        result |= compared(judge_in_its_world(config, both, section.evaluate_episodes, device))
+        result |= compared(judge_in_its_world(config, policies_of_roles, section.evaluate_episodes, device))
     output.print(
         f"Policy call (batch size 1): teacher {1000 * seconds['teacher']:.2f} ms, student "
         f"{1000 * seconds['student']:.2f} ms, {faster:.1f}x faster."

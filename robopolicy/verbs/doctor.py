@@ -75,8 +75,8 @@ def replayed_in(config: Config, episodes: Episodes, policy: Policy | None) -> Wo
         return None
     cameras = dict.fromkeys([*config.world.cameras, *(policy.spec.cameras if policy is not None else ())])
     section = replace(config.world, cameras=tuple(cameras))
-    replayed = config.doctor.episodes if isinstance(config.doctor.episodes, int) else len(config.doctor.episodes)
-    return build_world(section, batch_size=min(replayed, len(episodes)), seed=config.run.seed)
+    replay_rows = config.doctor.episodes if isinstance(config.doctor.episodes, int) else len(config.doctor.episodes)
+    return build_world(section, batch_size=min(replay_rows, len(episodes)), seed=config.run.seed)
 
 
 def judged_success(checkpoint: Path, data: Path) -> float | None:
@@ -87,8 +87,8 @@ def judged_success(checkpoint: Path, data: Path) -> float | None:
     result = read_object(path)
     with reading(path):
         metrics = result.get("policy", {}).get("deterministic", {})
-        same = "data" in result and Path(result["data"]).resolve() == data.resolve()
-        return float(metrics["success_rate"]) if same and metrics.get("reports_success") else None
+        same_data = "data" in result and Path(result["data"]).resolve() == data.resolve()
+        return float(metrics["success_rate"]) if same_data and metrics.get("reports_success") else None
 
 
 def show(findings: list[Finding]) -> None:

@@ -130,10 +130,10 @@ def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> K
     path = folder.path / WAVES
     if config.run.overwrite:
         path.unlink(missing_ok=True)
-    stored = KeptWaves(path, of)
-    if stored.episodes:
-        output.print(f"Resuming: {stored.episodes} episodes were played before the interruption.")
-    return stored
+    cache = KeptWaves(path, of)
+    if cache.episodes:
+        output.print(f"Resuming: {cache.episodes} episodes were played before the interruption.")
+    return cache
 
 
 def run(config: Config) -> int:
@@ -155,7 +155,7 @@ def run(config: Config) -> int:
     seeds = evaluation_seeds(config, section.episodes)
     anchors = None if section.reference_dataset is None else read_anchors(section.reference_dataset)
     folder = open_fresh_run(config, "evaluate", VERB.sections)
-    stored = kept_waves(config, folder, [path for path in paths.values() if path is not None])
+    cache = kept_waves(config, folder, [path for path in paths.values() if path is not None])
     result: dict[str, Any] = {}
     verdicts: dict[str, Verdict] = {}
     controls: dict[str, dict[str, Control]] = {}
@@ -168,8 +168,8 @@ def run(config: Config) -> int:
             anchors.require_world(world.spec.name)
         acting, meter = delayed(section, as_seen_in(world, policy))
         policy = with_instruction(acting, section.instruction, world.spec)
-        verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name, meter=meter, kept=stored)
-        controls[name] = controlled(config, world, acting, verdicts[name].deterministic, device, name, stored)
+        verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name, meter=meter, kept=cache)
+        controls[name] = controlled(config, world, acting, verdicts[name].deterministic, device, name, cache)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
         film_alone(world, policy, seeds[: section.videos], folder, name, device)
         world.close()
@@ -191,6 +191,6 @@ def run(config: Config) -> int:
         output.print(f"Difference to {next(iter(verdicts))}: {difference_text(result['difference'])}", soft_wrap=True)
     print_controls(controls)
     finish(config, folder, result | normalised(verdicts, anchors))
-    stored.remove()
+    cache.remove()
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0

@@ -87,8 +87,8 @@ def tune(config: Config) -> int:
     require_target(section.target_success, judging)
 
     def confirm(candidate: Policy, iteration: int) -> dict[str, float]:
-        fresh = confirming_seeds(config, iteration, section.evaluate_episodes)
-        return evaluate_policy(judging, candidate, fresh, device=device, label="confirm").figures()
+        fresh_seeds = confirming_seeds(config, iteration, section.evaluate_episodes)
+        return evaluate_policy(judging, candidate, fresh_seeds, device=device, label="confirm").figures()
 
     clock = job.folder.clock()
     critic = build_critic(world, section, config.run.seed).to(device)
@@ -122,13 +122,13 @@ def dry_run(config: Config) -> int:
     budget, device = planned(config), choose_device(config.run)
     output.print(budget.text(), soft_wrap=True, highlight=False)
     output.print(budget.whole(), soft_wrap=True, highlight=False)
-    free = free_memory(device)
-    if free is not None and budget.loading > free:
+    free_bytes = free_memory(device)
+    if free_bytes is not None and budget.loading > free_bytes:
         raise ConfigError(
-            f"Policy and base need {in_bytes(budget.loading)} of memory while loading, but only {in_bytes(free)} are "
-            "free: stop other processes, or use a smaller checkpoint or a larger machine."
+            f"Policy and base need {in_bytes(budget.loading)} of memory while loading, but only {in_bytes(free_bytes)} "
+            f"are free: stop other processes, or use a smaller checkpoint or a larger machine."
         )
-    budget.require(None if free is None else free - budget.held)
+    budget.require(None if free_bytes is None else free_bytes - budget.held)
     return 0
 
 
@@ -189,10 +189,10 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     if not (isinstance(base, Tunable) and config.lerobot.checkpointing):
         return budget
     # On the way back the activations of one step at a time are there again, as they are without checkpointing.
-    plain = base.tuned_by(replace(config.lerobot, checkpointing=False)).to_trainable()
-    plain.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
+    plain_policy = base.tuned_by(replace(config.lerobot, checkpointing=False)).to_trainable()
+    plain_policy.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
     with learning_in(learning.precision):
-        step = plan(plain, rows * length, minibatch, 1)
+        step = plan(plain_policy, rows * length, minibatch, 1)
     return replace(budget, activations=budget.activations + step.activations, each=budget.each + step.each)
 
 

@@ -107,9 +107,9 @@ def record_graded(
         noise = episode_seeds(seed, f"collect/{quality}/noise", section.episodes)
         plan = schedule(quality, noise, world.spec.horizon, **ground.levels)
         seeds, generator = episode_seeds(seed, f"collect/{quality}", section.episodes), Generators(seed, device)["act"]
-        stored = unfinished.part(quality, len(seeds))
-        actor = _disturbed(config, world, policy, plan.select(stored.left(len(seeds))))
-        episodes = record(world, actor, seeds, generator=generator, deterministic=True, kept=stored)
+        cache = unfinished.part(quality, len(seeds))
+        actor = _disturbed(config, world, policy, plan.select(cache.left(len(seeds))))
+        episodes = record(world, actor, seeds, generator=generator, deterministic=True, kept=cache)
         settings = _settings(config, quality, ground, world.spec.horizon)
     finally:
         world.close()
@@ -141,8 +141,8 @@ def find_ground(config: Config, quality: Quality, file: Path, policy: Policy | N
     section, measurements = config.collect, _known(file, config)
     scripted = policy is None and not section.controller  # scripted experts read the state, and images take time
     place = dataclasses.replace(config.world, cameras=()) if scripted else config.world
-    most = max(section.trial_episodes, section.reference_episodes)
-    world = build_world(place, policy, episodes=most, seed=config.run.seed)
+    row_limit = max(section.trial_episodes, section.reference_episodes)
+    world = build_world(place, policy, episodes=row_limit, seed=config.run.seed)
     trials: list[Trial] = []
 
     def measured(name: str, level: float, kind: str, count: int, seed: int) -> Performance:

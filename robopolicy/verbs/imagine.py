@@ -127,20 +127,20 @@ def run(config: Config) -> int:
     remember_origin(policy, origin_of_section(config.world) or origin_of(base))
     worlds = open_worlds(config, base, model, device)
     require_target(section.target_success, worlds.real)
-    inside = {"base": as_seen_in(worlds.imagined, base), "tuned": policy}
+    imagined_policies = {"base": as_seen_in(worlds.imagined, base), "tuned": policy}
     refresh = refresh_of(config, worlds, model, folder) if imagine_section.refresh_every else None
     clock = folder.clock()
     finetuning = learn(config, policy, worlds, model, folder, refresh)
     seconds = clock.seconds
     if isinstance(worlds.imagined.model, DecoderFree):
         save_encoder(worlds.imagined.model, folder.checkpoint)
-    outside = {"base": worlds.in_reality(base), "tuned": worlds.in_reality(policy)}
+    real_policies = {"base": worlds.in_reality(base), "tuned": worlds.in_reality(policy)}
     episodes = section.evaluate_episodes
-    verdicts = job.judge(worlds.real, outside, episodes)
+    verdicts = job.judge(worlds.real, real_policies, episodes)
     imagined_verdicts = job.judge(
-        worlds.imagined, {f"{name}, imagined": each for name, each in inside.items()}, episodes
+        worlds.imagined, {f"{name}, imagined": each for name, each in imagined_policies.items()}, episodes
     )
-    films = {"base": outside["base"], "tuned in imagination": outside["tuned"]}
+    films = {"base": real_policies["base"], "tuned in imagination": real_policies["tuned"]}
     job.film(worlds.real, films, episodes, section.videos)
     worlds.close()
     print_verdicts({**verdicts, **imagined_verdicts})
@@ -167,10 +167,10 @@ def open_worlds(config: Config, base: Policy, model: Path, device: torch.device)
     checkpoint.
     """
     section, seed = config.finetune, config.run.seed
-    inside = config.world.imagined_by(model)
-    training = build_world(inside, base, batch_size=section.num_envs, seed=seed, device=device)
+    imagined_section = config.world.imagined_by(model)
+    training = build_world(imagined_section, base, batch_size=section.num_envs, seed=seed, device=device)
     uncut = ImaginationSection(debounce=config.world.imagination.debounce)
-    judging_section = replace(inside, imagination=uncut)
+    judging_section = replace(imagined_section, imagination=uncut)
     imagined_world = build_world(judging_section, base, episodes=section.evaluate_episodes, device=device)
     episodes = max(config.imagine.real_eval_episodes, section.evaluate_episodes)
     assert isinstance(training, ImaginedWorld)

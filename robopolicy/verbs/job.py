@@ -181,9 +181,11 @@ def say_model(policy: Trainable, section: RegressionConfig, lesson: Regressor | 
         output.print(policy.described, soft_wrap=True, highlight=False)
     if not began_elsewhere(policy):
         return
-    free = free_memory(next(policy.parameters()).device)
+    free_bytes = free_memory(next(policy.parameters()).device)
     with learning_in(section.precision):
-        message = plan_pretraining(policy, section.batch_size, free, section.micro_batch, section.fit.optimiser, lesson)
+        message = plan_pretraining(
+            policy, section.batch_size, free_bytes, section.micro_batch, section.fit.optimiser, lesson
+        )
     output.print(message, soft_wrap=True, highlight=False)
 
 

@@ -154,9 +154,9 @@ def succeeded_by_head(episodes: Episodes, path: Path) -> Tensor:
             )
     steps = torch.arange(episodes.step_count)
     states = vector.pack(episodes.observation)[steps + episodes.episode_of_step + 1]
-    reached = torch.cat([heads.succeeded(part) for part in states.split(8192)])
-    before = reached.long().cumsum(0) - reached.long()
-    has_succeeded = reached | (before > before[episodes.starts][episodes.episode_of_step])
+    success_now = torch.cat([heads.succeeded(part) for part in states.split(8192)])
+    before = success_now.long().cumsum(0) - success_now.long()
+    has_succeeded = success_now | (before > before[episodes.starts][episodes.episode_of_step])
     episode_success = replace(episodes, step_success=has_succeeded).success
     assert episode_success is not None
     output.print(

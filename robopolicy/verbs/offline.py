@@ -185,8 +185,8 @@ def imagination(config: Config, policy: Policy, device: torch.device) -> Imagina
     section, tuning = config.offline, config.finetune
     if section.model is None:
         raise ConfigError(f"offline.improve={section.improve.kind} trains in a world model: set offline.model=PATH.")
-    inside = config.world.imagined_by(section.model)
-    world = build_world(inside, policy, batch_size=tuning.num_envs, seed=config.run.seed, device=device)
+    imagined_section = config.world.imagined_by(section.model)
+    world = build_world(imagined_section, policy, batch_size=tuning.num_envs, seed=config.run.seed, device=device)
     settings = narrowed(FinetuneConfig, tuning)
     new_critic = lambda seed: build_critic(world, tuning, seed).to(device)  # noqa: E731
     return Imagination(world, settings, new_critic, partial(as_seen_in, world))
@@ -200,12 +200,12 @@ def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> E
     """
     section = config.offline
     assert section.model is not None  # which the section asks for
-    inside = config.world.imagined_by(section.model)
+    imagined_section = config.world.imagined_by(section.model)
     if section.imagined_steps:
-        short = replace(inside.imagination, max_steps=section.imagined_steps, initial_states="data")
+        short = replace(imagined_section.imagination, max_steps=section.imagined_steps, initial_states="data")
         path = default_path(config, "collect", "dataset", section.dataset, "offline.dataset")
-        inside = replace(inside, imagination=short, data=path)
-    world = build_world(inside, policy, episodes=section.imagined_episodes, device=device)
+        imagined_section = replace(imagined_section, imagination=short, data=path)
+    world = build_world(imagined_section, policy, episodes=section.imagined_episodes, device=device)
     seeds = episode_seeds(config.run.seed, "offline/imagined", section.imagined_episodes)
     episodes = record(world, policy, seeds, generator=Generators(config.run.seed, device)["offline/imagined"])
     world.close()

@@ -130,8 +130,8 @@ def run(config: Config) -> int:
 def policy_path(config: Config) -> Path | None:
     """Return the path of the given policy; None for an agent with online.method=actions, which needs none."""
     section = config.online
-    usual = recover_folder(input_path(config, "train") / "checkpoint")
-    if section.method == "actions" and section.policy is None and not usual.exists():
+    default_checkpoint = recover_folder(input_path(config, "train") / "checkpoint")
+    if section.method == "actions" and section.policy is None and not default_checkpoint.exists():
         return None
     return default_path(config, "train", "checkpoint", section.policy, "online.policy")
 

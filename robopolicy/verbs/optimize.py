@@ -93,8 +93,8 @@ def run(config: Config) -> int:
             refusals[name] = f"its action error is {error:.2g} standard deviations, but this engine should be exact"
             del policies[name], errors[name]
     times = timed(policies, first_rows(observation, section.batch_size), section.rounds)
-    allowed = [name for name in policies if errors[name] <= max(section.max_action_error, EXACT)]
-    fastest = min(allowed, key=lambda name: times[name].least)
+    candidates = [name for name in policies if errors[name] <= max(section.max_action_error, EXACT)]
+    fastest = min(candidates, key=lambda name: times[name].least)
     rows = {name: row(ways[name], errors[name], times[name], times[REFERENCE]) for name in policies}
     print_table("Policy call", ways_header(), way_rows(rows, fastest))
     for name, reason in refusals.items():
@@ -177,9 +177,9 @@ def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) 
     ways["bf16"] = Way(replace(engine, precision="bf16"))
     # With fewer steps than these the second of each pair is the first.
     samplers = {"euler": 1, "heun": 3} if isinstance(schedule, FlowSchedule) else {"ddim": 1, "dpm++": 2}
-    for sampler, least in samplers.items():
+    for sampler, least_steps in samplers.items():
         for steps in section.steps:
-            if least <= steps < total:
+            if least_steps <= steps < total:
                 ways[f"{sampler} {steps}"] = Way(replace(engine, sampler=sampler, steps=steps))
     return ways | caches
 
@@ -198,8 +198,8 @@ def cached_ways(
             )
         return {}
     schedule = policy.own_schedule
-    most = sys.maxsize if schedule is None else schedule.steps  # of another library's chain: once calibrated
-    budgets = [budget for budget in section.budgets if 2 < budget < most]
+    step_limit = sys.maxsize if schedule is None else schedule.steps  # of another library's chain: once calibrated
+    budgets = [budget for budget in section.budgets if 2 < budget < step_limit]
     if not budgets or not section.schedulers:
         return {}
     try:

@@ -139,9 +139,9 @@ def _recorded(section: OptimizeSection, path: Path, model: LearnedModel) -> Epis
 
 def _starts(episodes: Episodes, count: int, steps: int, seed: int) -> Tensor:
     """Return up to `count` recorded steps [N] that are followed by at least one chain length of recorded steps."""
-    every = torch.arange(episodes.step_count)
-    remaining = (episodes.starts + episodes.lengths)[episodes.episode_of_step] - every
-    fitting = every[remaining >= steps]
+    all_steps = torch.arange(episodes.step_count)
+    remaining = (episodes.starts + episodes.lengths)[episodes.episode_of_step] - all_steps
+    fitting = all_steps[remaining >= steps]
     if not len(fitting):
         raise ConfigError(f"No recorded episode is as long as an imagined chain, {steps} steps.")
     draws = torch.Generator().manual_seed(derive(seed, "optimize"))

@@ -69,7 +69,7 @@ def stages_of(config: Config, root: Path) -> dict[str, tuple[str, Config]]:
     that does not come before.
     """
     section, seed = config.pipeline, str(config.run.seed)
-    shared = [f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"]
+    shared_settings = [f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"]
     stages: dict[str, tuple[str, Config]] = {}
     places = {"seed": seed}
     for name, (verb, *settings) in section.stages.items():
@@ -83,7 +83,7 @@ def stages_of(config: Config, root: Path) -> dict[str, tuple[str, Config]]:
         if later:
             raise ConfigError(f"pipeline.stages.{name} uses {later[0]}, which is not an earlier stage.")
         overrides = [_filled(setting, places) for setting in (*section.overrides, *settings)]
-        basis = [f"recipe={section.recipe}", *shared, f"run.device={config.run.device}", f"run.name={name}"]
+        basis = [f"recipe={section.recipe}", *shared_settings, f"run.device={config.run.device}", f"run.name={name}"]
         stages[name] = verb, with_downloads(compose([*basis, *overrides]), declaration(verb).sections)
         places[name] = str(run_path(stages[name][1], verb))
     return stages

@@ -154,11 +154,11 @@ def judged(job: Job, teacher: Policy | Controller | Foresight, student: Policy) 
     """
     config, section = job.config, job.config.teach
     seeds = evaluation_seeds(config, section.evaluate_episodes)
-    both: dict[str, Policy] = {"student": student}
+    policies: dict[str, Policy] = {"student": student}
     if not isinstance(teacher, Foresight) and is_policy(teacher):
-        both = {"teacher": teacher, **both}
+        policies = {"teacher": teacher, **policies}
     verdicts = {}
-    for name, each in both.items():
+    for name, each in policies.items():
         world = build_world(config.world, each, episodes=len(seeds), seed=config.run.seed, device=job.device)
         verdicts |= job.judge(world, {name: each}, len(seeds))
         if each is student:

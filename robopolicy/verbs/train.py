@@ -223,8 +223,8 @@ def demonstrations(config: Config, data: Path, renamed: Mapping[str, str] | None
     if nonfinite_columns(episodes, keys, rewards=False):
         require_finite_columns(all_episodes, keys)  # which counts as the settings do
     places = [path.resolve() for path in (data, *section.extra_datasets)]
-    if twice := [path for path in section.extra_datasets if places.count(path.resolve()) > 1]:
-        warnings.warn(f"{twice[0]} is listed twice: its episodes count double.", RobopolicyWarning, stacklevel=2)
+    if duplicates := [path for path in section.extra_datasets if places.count(path.resolve()) > 1]:
+        warnings.warn(f"{duplicates[0]} is listed twice: its episodes count double.", RobopolicyWarning, stacklevel=2)
     for path in section.extra_datasets:
         other = recorded_in(config.world.options, read_dataset(path, rename=renamed))
         try:

@@ -47,16 +47,16 @@ class Unfinished:
         """Return the saved episodes of a part with this many `episodes`; warns if some exist and others are still to be
         played.
         """
-        stored = Kept(self._own / name)
-        if stored.known and (remaining := len(stored.left(episodes))):
+        cache = Kept(self._own / name)
+        if cache.known and (remaining := len(cache.left(episodes))):
             self.played_later += remaining
             warnings.warn(
-                f"{len(stored.known)} of {episodes} episodes are already recorded; the others are played now. "
+                f"{len(cache.known)} of {episodes} episodes are already recorded; the others are played now. "
                 "run.overwrite=true records all again.",
                 RobopolicyWarning,
                 stacklevel=2,
             )
-        return stored
+        return cache
 
     @property
     def figures(self) -> dict[str, int]:

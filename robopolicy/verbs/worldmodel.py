@@ -86,10 +86,10 @@ def run(config: Config) -> int:
     seconds = clock.seconds
     model.calibrate(validation)
     rows, steps = section.validation_episodes, section.validation_steps
-    won = episodes.success
+    success = episodes.success
     result = {
         "episodes": len(episodes),
-        "success_rate": float(won.float().mean()) if won is not None else None,
+        "success_rate": float(success.float().mean()) if success is not None else None,
         "losses": {name: value for each in fit_results for name, value in each.losses.items()},
         "seconds": seconds,
         "validation": examine(model, validation, generators["examine"], rows=rows, steps=steps),

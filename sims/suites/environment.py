@@ -208,8 +208,8 @@ class RowEnvironment:
                 out = np.zeros((2, self.layout.size), np.float32)
                 self.reset(0, out[0])
                 pictures = list(self._images.values())
-                still = np.clip(np.zeros(space.shape), space.low, space.high).astype(self.action_dtype)
-                observation, *_, info = self._acted(still)
+                zero_action = np.clip(np.zeros(space.shape), space.low, space.high).astype(self.action_dtype)
+                observation, *_, info = self._acted(zero_action)
                 info_keys |= {key for key, value in info.items() if value is not None}
                 self._take(observation, out[1])
                 runs.append([out, *pictures, *self._images.values()])

@@ -267,15 +267,15 @@ class GymnasiumWorld:
     def _check_finite(self, values: np.ndarray, rows: np.ndarray) -> None:
         """Raise NonFiniteError, naming the rows [R], unless values [R, C, D] are finite."""
         if not np.isfinite(values).all():
-            bad = ~np.isfinite(values)
+            bad_mask = ~np.isfinite(values)
             elements = [name for names in self._layout.names.values() for name in names]
-            bad_elements = [elements[place] for place in np.flatnonzero(bad.any(axis=(0, 1)))]
-            more = f" and {len(bad_elements) - 5} more" if len(bad_elements) > 5 else ""
+            bad_elements = [elements[place] for place in np.flatnonzero(bad_mask.any(axis=(0, 1)))]
+            rest_text = f" and {len(bad_elements) - 5} more" if len(bad_elements) > 5 else ""
             raise NonFiniteError(
                 f"The observation of '{self._spec.name}' is not finite in row(s) "
-                f"{rows[bad.any(axis=(1, 2))][:5].tolist()}: {', '.join(bad_elements[:5])}{more}. If a sensor "
-                "returns these values, replace them in the environment, for example with numpy.nan_to_num. If the "
-                "simulation diverged, reset these rows; gentler actions avoid this."
+                f"{rows[bad_mask.any(axis=(1, 2))][:5].tolist()}: {', '.join(bad_elements[:5])}{rest_text}. If a "
+                f"sensor returns these values, replace them in the environment, for example with numpy.nan_to_num. If "
+                f"the simulation diverged, reset these rows; gentler actions avoid this."
             )
 
 

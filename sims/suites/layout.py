@@ -64,14 +64,14 @@ class Picture:
     def pixels(self, value: np.ndarray) -> np.ndarray:
         """Return a value of the entry as uint8 [h, w, C]. Raises SpecError if it does not match its declared space."""
         if value.dtype != np.uint8 or self.scale != 1:
-            least, most = float(value.min()), float(value.max())
+            lowest, highest = float(value.min()), float(value.max())
             limit = 255 / self.scale
             # Fractions that never exceed 1 are a picture from 0 to 1, whatever the space says.
-            faint = value.dtype.kind == "f" and self.scale == 1 and most <= 1 and bool((value % 1).any())
-            if not (least >= 0 and most <= limit * 1.001) or faint:
+            faint = value.dtype.kind == "f" and self.scale == 1 and highest <= 1 and bool((value % 1).any())
+            if not (lowest >= 0 and highest <= limit * 1.001) or faint:
                 raise SpecError(
-                    f"The image '{self.name}' is declared {self.declared}, but its values range from {least:g} to "
-                    f"{most:g}: correct the environment's observation_space, or its returned images."
+                    f"The image '{self.name}' is declared {self.declared}, but its values range from {lowest:g} to "
+                    f"{highest:g}: correct the environment's observation_space, or its returned images."
                 )
             value = np.rint(np.asarray(value, np.float32) * self.scale).clip(0, 255).astype(np.uint8)
         return value[..., None] if self.axis is None else np.moveaxis(value, self.axis, -1)
@@ -205,8 +205,8 @@ def observation_layout(
     }
     entry_names = [dotted(path) for path in readings]
     if len(set(entry_names)) < len(entry_names):
-        twice = next(name for name in entry_names if entry_names.count(name) > 1)
-        raise ConfigError(f"Two entries of the observation have the name '{twice}': rename one of them.")
+        duplicate = next(name for name in entry_names if entry_names.count(name) > 1)
+        raise ConfigError(f"Two entries of the observation have the name '{duplicate}': rename one of them.")
     notes = [_noted(path, entry) for path, entry in readings.items() if entry.note]
     vectors = {path: entry for path, entry in readings.items() if entry.kind == "numbers"}
     pictures, rename_notes = named_pictures(
@@ -277,8 +277,8 @@ def distinct_names(names: Any, attribute: str) -> tuple[str, ...]:
         )
     element_names = tuple(map(str, names))
     if len(set(element_names)) < len(element_names):
-        twice = next(name for name in element_names if element_names.count(name) > 1)
-        raise ConfigError(f"The environment's {attribute} has '{twice}' twice: every element needs a unique name.")
+        duplicate = next(name for name in element_names if element_names.count(name) > 1)
+        raise ConfigError(f"The environment's {attribute} has '{duplicate}' twice: every element needs a unique name.")
     return element_names
 
 
@@ -361,8 +361,8 @@ def box_reading(box: spaces.Box, as_numbers: bool) -> Reading:
     size, described = int(np.prod(shape)), f"{list(box.shape)} {box.dtype}"
     if not size:
         return Reading("out", note=f"{described} is ignored: it is empty")
-    least, most = float(box.low.min()), float(box.high.max())
-    scale = {1.0: 255}.get(most, 1 if 128 <= most <= 255 else 0) if least == 0 else 0
+    lowest, highest = float(box.low.min()), float(box.high.max())
+    scale = {1.0: 255}.get(highest, 1 if 128 <= highest <= 255 else 0) if lowest == 0 else 0
     axis, byte = channel_axis(shape), box.dtype == np.uint8
     pixels = {0: shape[1:], -1: shape[:2]}.get(axis, shape[-2:]) if axis is not None else shape[-2:]
     large = len(shape) > 1 and min(pixels) >= SMALLEST
@@ -375,7 +375,7 @@ def box_reading(box: spaces.Box, as_numbers: bool) -> Reading:
     shaped = (len(shape) > 2 and (large or byte)) or (axis is not None and large)
     if as_numbers or (size <= MOST and not shaped):
         return Reading("numbers", tuple(box.shape), size, note=f"{described} is read as {size} numbers, row by row")
-    reason = _no_picture(shape, axis, (least, most))
+    reason = _no_picture(shape, axis, (lowest, highest))
     return Reading("out", size=size, note=f"{described} is ignored: {reason}")
 
 

@@ -68,15 +68,15 @@ class MujocoState:
         self.model: mujoco.MjModel = inner.model
         self.data: mujoco.MjData = inner.data
         # Arrays that are empty in fresh data depend on the current contacts and are recomputed by every physics step.
-        fresh = mujoco.MjData(self.model)
-        names = [name for name in dir(fresh) if not name.startswith(("_", *_VARIABLE))]
-        sizes = {name: getattr(fresh, name) for name in names}
+        new_data = mujoco.MjData(self.model)
+        names = [name for name in dir(new_data) if not name.startswith(("_", *_VARIABLE))]
+        sizes = {name: getattr(new_data, name) for name in names}
         self._names = [name for name, value in sizes.items() if isinstance(value, np.ndarray) and value.size]
 
     def _layers(self) -> list[Any]:
         """Return the objects with state attributes: wrappers, inner environments, and those in `state_holders`."""
-        inside = [each for each in vars(self._wrappers[-1]).values() if isinstance(each, gymnasium.Env)]
-        return [*self._wrappers, *inside, *getattr(self._wrappers[-1], "state_holders", ()), *self._more]
+        inner_environments = [each for each in vars(self._wrappers[-1]).values() if isinstance(each, gymnasium.Env)]
+        return [*self._wrappers, *inner_environments, *getattr(self._wrappers[-1], "state_holders", ()), *self._more]
 
     def physics(self) -> np.ndarray:
         """Return time, data and model arrays as one float64 vector [N]; N depends on the model alone."""

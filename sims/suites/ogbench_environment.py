@@ -165,8 +165,8 @@ class OGBenchEnvironment(gymnasium.Wrapper):
             [(name, spaces.Box(-np.inf, np.inf, (size,))) for name, size in (*self._entries, *self._goal_entries)]
         )
         view = mujoco.mj_name2id(inner.model, mujoco.mjtObj.mjOBJ_CAMERA, CAMERA)
-        fixed = {"type": int(mujoco.mjtCamera.mjCAMERA_FIXED), "fixedcamid": view}
-        inner.mujoco_renderer = SimpleNamespace(default_cam_config=fixed)
+        camera_config = {"type": int(mujoco.mjtCamera.mjCAMERA_FIXED), "fixedcamid": view}
+        inner.mujoco_renderer = SimpleNamespace(default_cam_config=camera_config)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
         """Start the episode of `seed`; options: task_id, from 1 on, else the seed determines it (single tasks have

@@ -50,14 +50,14 @@ def make_ogbench_world(
     check_options(options)
     env_id, style = split_name(name)
     require_id(env_id)
-    free = {"horizon": HORIZON, "terminate_on_success": False} if style else {}
+    play_settings = {"horizon": HORIZON, "terminate_on_success": False} if style else {}
     settings = {
         "horizon": gymnasium.registry[env_id].max_episode_steps,
         "instruction": instruction(env_id),
         "success_text": SUCCESS.get(env_id.partition("-")[0], "OGBench's own check of the task."),
         "success_key": "success",
         "clip_actions": True,
-        **free,
+        **play_settings,
     }
     return GymnasiumWorld(
         f"ogbench/{name}",

@@ -56,9 +56,9 @@ class Reward:
             dense = np.diff(potential, axis=1)
         dense = np.where(valid, dense, 0.0)
         if not np.isfinite(dense).all():
-            bad = np.flatnonzero(~np.isfinite(dense).all(axis=1))[:5].tolist()
+            bad_rows = np.flatnonzero(~np.isfinite(dense).all(axis=1))[:5].tolist()
             raise NonFiniteError(
-                f"The reward '{self.dense}' in row(s) {bad} is not finite: the environment (or your potential) "
+                f"The reward '{self.dense}' in row(s) {bad_rows} is not finite: the environment (or your potential) "
                 "returned NaN, infinity or not a single number. To compute rewards from observations instead, set "
                 "world.options.reward=package.module:function."
             )

@@ -110,8 +110,8 @@ class RobosuiteEnvironment(gymnasium.Env):
         keys: Sequence[str] | None = None,
         **options: Any,
     ):
-        fixed = {"hard_reset", "ignore_done", "has_renderer", "has_offscreen_renderer", "use_camera_obs", "horizon"}
-        for name in fixed & set(options):
+        reserved = {"hard_reset", "ignore_done", "has_renderer", "has_offscreen_renderer", "use_camera_obs", "horizon"}
+        for name in reserved & set(options):
             raise ConfigError(
                 f"'{name}' of robosuite cannot be set here: scenes are built once, time limits are set with "
                 "world.options.horizon, and images with world.cameras."

@@ -124,10 +124,10 @@ class RobosuiteLiftController:
         way = cube - gripper
         distance = np.linalg.norm(way[:, :2], axis=1)
         # Beside the cube's axis it travels above it; on the axis it sinks until the fingers are around it.
-        over = np.where(distance < 0.02, 0.0, self._above)
+        heights = np.where(distance < 0.02, 0.0, self._above)
         near = (distance < 0.015) & (np.abs(way[:, 2]) < 0.015)
         is_held = near & (np.abs(fingers[:, 0] - fingers[:, -1]) < self._closed)
-        target = way + np.stack([np.zeros_like(over), np.zeros_like(over), over], axis=1)
+        target = way + np.stack([np.zeros_like(heights), np.zeros_like(heights), heights], axis=1)
         target = np.where(is_held[:, None], np.array([0.0, 0.0, 2 * STEP]), target)
         actions = np.zeros((len(way), self._dims))
         actions[:, :3] = self._gain * target / STEP

@@ -67,11 +67,11 @@ class SuccessRule:
         """
         if self._terminated:
             return terminated
-        least = self._so_far if self._whole is None else self._whole
-        if least is not None:
+        threshold = self._so_far if self._whole is None else self._whole
+        if threshold is not None:
             if np.isnan(total):
                 raise NonFiniteError("A reward of this episode is NaN or missing, so its return is unknown.")
-            return total >= least and (over or self._whole is None)
+            return total >= threshold and (over or self._whole is None)
         if self._judge is not None:
             return judged(self._judge, observation())
         return self._said(info, over)

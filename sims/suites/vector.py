@@ -101,7 +101,7 @@ class EnvironmentRows:
         results = self._blank(*actions.shape[:2])
         # One copy for all rows: an environment may keep its action, or write into it.
         actions = actions.astype(self._rows[0].action_dtype)
-        every = bool(self._images.cameras) and self._images.history > 1
+        each_step = bool(self._images.cameras) and self._images.history > 1
         for row, (environment, limit) in enumerate(zip(self._rows, left.tolist(), strict=True)):
             rewards = []
             done = []
@@ -111,12 +111,12 @@ class EnvironmentRows:
                 reward, terminated, truncated, success = environment.step(action, values, len(rewards) + 1 == limit)
                 rewards.append(reward)
                 done.append(success)
-                if every:
+                if each_step:
                     self._image(environment, row, results)
                 if terminated or truncated or (success and stop_on_success):
                     break
             length = len(rewards)
-            if length and not every:
+            if length and not each_step:
                 self._image(environment, row, results)
             results.reward[row, :length] = rewards
             results.success[row, :length] = done
@@ -207,11 +207,11 @@ class Pool:
         if self._local is None:
             context = multiprocessing.get_context("spawn")
             for share in self.shares:
-                near, far = context.Pipe()
+                own_end, far = context.Pipe()
                 process = context.Process(target=serve, args=(far, name, make_row, len(share), images), daemon=True)
                 process.start()
                 far.close()
-                self._connections.append(near)
+                self._connections.append(own_end)
                 self._processes.append(process)
 
     @property

@@ -155,8 +155,8 @@ def steer(target: np.ndarray, cube: np.ndarray, to_goal: np.ndarray) -> np.ndarr
         (along > -0.02) & (np.abs(across) > 0.085), cube - forward * clear + sideways * side * 0.09, waypoint
     )
     approach = 6.0 * (waypoint - target)
-    behind = (along < -0.05) & (np.abs(across) < 0.02)
-    return np.clip(np.where(behind, push, approach), -1.0, 1.0)
+    is_behind = (along < -0.05) & (np.abs(across) < 0.02)
+    return np.clip(np.where(is_behind, push, approach), -1.0, 1.0)
 
 
 def _length(vector: np.ndarray) -> np.ndarray:

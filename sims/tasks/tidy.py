@@ -143,8 +143,8 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
         environment += [position, grasping.rotation_columns(pose[..., 3:]), velocity, position - tip]
     for index in range(len(TRAYS)):
         tray = qpos[..., 7 + 2 * index :][..., :2]
-        rest = np.concatenate([tray, np.full_like(tray[..., :1], REST_IN_TRAY)], axis=-1)
-        environment += [tray, rest - tip]
+        resting_place = np.concatenate([tray, np.full_like(tray[..., :1], REST_IN_TRAY)], axis=-1)
+        environment += [tray, resting_place - tip]
     opening = qpos[..., 6:7]
     environment += [opening, qvel[..., 6:7], HANDLE - opening * [1.0, 0.0, 0.0] - tip]
     return {STATE: arm.proprioception(readings), ENVIRONMENT_STATE: np.concatenate(environment, axis=-1)}

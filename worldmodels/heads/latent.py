@@ -123,8 +123,8 @@ class LatentHeads(nn.Module):
         assert self.potential is not None
         after, change = inputs[..., -2 * len(self.change_scale) :].chunk(2, -1)
         # The state before is recovered from what heads read: change is in deviations of a change, after in the state's.
-        both = torch.stack([after - change / self.change_scale, after])
-        before, later = self.potential(both.reshape(1, -1, after.shape[-1])).reshape(both.shape[:-1])
+        states = torch.stack([after - change / self.change_scale, after])
+        before, later = self.potential(states.reshape(1, -1, after.shape[-1])).reshape(states.shape[:-1])
         # An increase has no offset in the world's units: circles sum to 0 there, not in standardised rewards.
         return later - before - self.reward_offset
 

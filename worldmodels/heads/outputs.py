@@ -63,8 +63,8 @@ def explains_as_well(potential: Tensor, reward: Tensor, predicted: Tensor, toler
     not the increase of a potential by going in circles. Increases of a potential prevent this, which justifies a
     slightly larger error.
     """
-    allowed = (predicted - reward).square().mean() + tolerance * reward.var(correction=0)
-    return bool((potential - reward).square().mean() <= allowed)
+    error_limit = (predicted - reward).square().mean() + tolerance * reward.var(correction=0)
+    return bool((potential - reward).square().mean() <= error_limit)
 
 
 def quantiles_of(value: Tensor, count: int = 101) -> Tensor:

@@ -63,11 +63,11 @@ class StepHeads(Standardised):
         units, with N = BATCH. Raises DataError when rewards, success or final frames are missing.
         """
         data, device = recorded_transitions(episodes, self.state_vector), self.state_mean.device
-        won = data.won.nonzero()[:, 0]
+        successes = data.won.nonzero()[:, 0]
         while True:
             rows = torch.randint(len(data), (BATCH,), generator=generator, device=generator.device).cpu()
             batch = {name: getattr(data, name)[rows] for name in ("state", "action", "next_state", "reward")}
-            batch |= success_batch(data, rows, won, POSITIVE_SHARE, generator)
+            batch |= success_batch(data, rows, successes, POSITIVE_SHARE, generator)
             yield {name: value.to(device) for name, value in batch.items()}
 
     def loss(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
@@ -80,13 +80,13 @@ class StepHeads(Standardised):
         after = batch["next_state"]
         reward = self.standard("reward", batch["reward"][:, None])[:, 0]
         predicted = self.reward(self._reward_input(state, action, after)[None])[0, :, 0]
-        reached = self.standard("state", batch["success_state"])
+        success_state = self.standard("state", batch["success_state"])
         return {
             "reward": (predicted - reward).square(),
             # In the world's units: increases of a potential sum to 0 around a circle. Standardised rewards, which are
             # shifted by their mean, do not.
             "potential": (self._increase(state, after) - batch["reward"]).square() / self.reward_std.square(),
-            "success": self.success.loss(reached, batch["success_label"]),
+            "success": self.success.loss(success_state, batch["success_label"]),
         }
 
     def success_logit(self, state: Tensor) -> Tensor:

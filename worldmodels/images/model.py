@@ -117,8 +117,8 @@ class FrameReader(Judged):
         """
         data, config = SequenceData(episodes), self.config
         assert episodes.step_success is not None
-        won = episodes.step_success.nonzero()[:, 0]
-        imagined_rows, frames = self._imagine_frames(len(data), won, imagine)
+        successes = episodes.step_success.nonzero()[:, 0]
+        imagined_rows, frames = self._imagine_frames(len(data), successes, imagine)
         imagined_won = episodes.step_success[imagined_rows].nonzero()[:, 0]
         count = config.batch_size
         imagined_steps = round(config.imagined_share * count)
@@ -129,11 +129,11 @@ class FrameReader(Judged):
             # good state and to mend a bad one. Column 0 of the uniforms chooses the step.
             noise = torch.randn(size, generator=generator, device=generator.device).cpu()[:, 1:]
             indices = choose(draws[:imagined_steps, 0], len(imagined_rows), imagined_won, config.positive_share)
-            true = choose(draws[imagined_steps:, 0], len(data), won, config.positive_share)
-            cut = data.cut(torch.cat([imagined_rows[indices], true]), 1, 1)
-            stacked = self.stack(cut.frames)
+            recorded_indices = choose(draws[imagined_steps:, 0], len(data), successes, config.positive_share)
+            sequences = data.cut(torch.cat([imagined_rows[indices], recorded_indices]), 1, 1)
+            stacked = self.stack(sequences.frames)
             stacked[:imagined_steps] = frames[indices]
-            yield self._batch(cut, stacked, draws[:, 1:].float() * noise)
+            yield self._batch(sequences, stacked, draws[:, 1:].float() * noise)
 
     def _batch(self, cut: Sequences, seen: Tensor, noise: Tensor) -> dict[str, Any]:
         """Return a batch of the steps in `cut`, with frames `seen` [N, 3, ...] and states perturbed by `noise` [N,

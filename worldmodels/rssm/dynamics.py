@@ -107,9 +107,9 @@ class RecurrentCore(nn.Module):
 
     def step(self, deter: Tensor, sample: Tensor, action: Tensor) -> Tensor:
         """Return the next state [N, D] after `sample` [N, S * C] and encoded actions [N, hidden]."""
-        shared = torch.cat([self.read_state(deter), self.read_sample(sample), action], -1)
+        inputs = torch.cat([self.read_state(deter), self.read_sample(sample), action], -1)
         units = rearrange(deter, "n (g u) -> n g u", g=self.blocks)
-        mixed = self.mix_shared(shared) + self.mix_blocks(units).flatten(1)
+        mixed = self.mix_shared(inputs) + self.mix_blocks(units).flatten(1)
         mixed = rearrange(functional.silu(self.mix_norm(mixed)), "n (g u) -> n g u", g=self.blocks)
         reset, candidate, update = self.gates(mixed).chunk(3, -1)
         # As in DreamerV3, a bias of -1 on the update gate: an untrained core keeps most of what it remembers.

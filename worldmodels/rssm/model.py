@@ -114,10 +114,10 @@ class RssmModel(Described[RssmConfig], Judged):
         count = config.batch_size
         past = config.burn_in - 1
         frames = config.burn_in + config.length
-        early, late = round(START_SHARE * count), round(SUCCESS_SHARE * count)
-        padded = early // 2
+        start_count, success_count = round(START_SHARE * count), round(SUCCESS_SHARE * count)
+        padded = start_count // 2
         assert episodes.step_success is not None
-        won = episodes.step_success.nonzero()[:, 0]
+        success_steps = episodes.step_success.nonzero()[:, 0]
         starts = episodes.starts
         lengths = episodes.lengths
         size = (count, frames + 4)
@@ -126,14 +126,18 @@ class RssmModel(Described[RssmConfig], Judged):
             # In double precision, because the 24 bits of a float would miss steps of a long dataset.
             draws = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64).cpu()
             steps = (draws[:, 0] * len(data)).long()
-            indices = (draws[:early, 1] * len(episodes)).long()
-            steps[:early] = starts[indices]
-            steps[:padded] += (draws[:early, 2] * lengths[indices].clamp(max=past)).long()[:padded]
-            if len(won):
-                indices = won[(draws[early : early + late, 1] * len(won)).long()]
-                back = (draws[early : early + late, 2] * (frames - 1)).long()
+            indices = (draws[:start_count, 1] * len(episodes)).long()
+            steps[:start_count] = starts[indices]
+            steps[:padded] += (draws[:start_count, 2] * lengths[indices].clamp(max=past)).long()[:padded]
+            if len(success_steps):
+                indices = success_steps[
+                    (draws[start_count : start_count + success_count, 1] * len(success_steps)).long()
+                ]
+                back = (draws[start_count : start_count + success_count, 2] * (frames - 1)).long()
                 # The success may be at any place of the subsequence, which must not begin before its episode.
-                steps[early : early + late] = (indices - back).maximum(starts[episodes.episode_of_step[indices]])
+                steps[start_count : start_count + success_count] = (indices - back).maximum(
+                    starts[episodes.episode_of_step[indices]]
+                )
             # Padded ones are cut around a step at or a little after the episode's start, so that frames before it
             # repeat the first one, as in a context that reaches back before an episode.
             parts = data.cut(steps[:padded], past, config.length), data.cut(steps[padded:], 0, frames - 1)

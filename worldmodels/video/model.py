@@ -193,11 +193,11 @@ class VideoModel(ImageModel[VideoConfig]):
         span, length = self.config.history_span, self.config.chunk
         back = torch.randint(length, (len(steps),), generator=generator)
         back = back.minimum(steps - data.episodes.starts[data.episodes.episode_of_step[steps]])
-        cut = data.cut(steps - back, span, length)
-        stacked = self.reader.stack(cut.frames).to(self.change_std.device)
-        states = self.reader.vector(cut.frames, slice(1, span + 1))
-        latent = self._latent(stacked[:, : span + 1], states, cut.actions[:, :span], steps.numpy(), brief=True)
-        new, _ = self._shown(latent, self._predict(latent, cut.actions[:, span:].to(stacked.device)))
+        sequences = data.cut(steps - back, span, length)
+        stacked = self.reader.stack(sequences.frames).to(self.change_std.device)
+        states = self.reader.vector(sequences.frames, slice(1, span + 1))
+        latent = self._latent(stacked[:, : span + 1], states, sequences.actions[:, :span], steps.numpy(), brief=True)
+        new, _ = self._shown(latent, self._predict(latent, sequences.actions[:, span:].to(stacked.device)))
         window = torch.cat([stacked[:, span - 1 : span + 1], new], 1)
         return window[torch.arange(len(steps))[:, None], back[:, None] + torch.arange(3)]
 

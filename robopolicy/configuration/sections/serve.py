@@ -38,9 +38,9 @@ class DriveSection(AttachedRobot, RobotSettings, ServerAddress):
                 f"drive.rate={self.rate:g} must be above 0, 0 (the policy's own rate) or -1 (as fast as possible)."
             )
         if not self.robot:
-            plain = AttachedRobot()
+            defaults = AttachedRobot()
             names = [each.name for each in fields(AttachedRobot)]
-            robot_settings = [f"drive.{name}" for name in names if getattr(self, name) != getattr(plain, name)]
+            robot_settings = [f"drive.{name}" for name in names if getattr(self, name) != getattr(defaults, name)]
             if robot_settings:
                 raise ConfigError(
                     f"{', '.join(robot_settings)} apply only to a LeRobot robot (drive.robot=TYPE), not to the "

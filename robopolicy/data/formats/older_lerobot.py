@@ -65,8 +65,10 @@ class _OlderSource(Source):
         self.numbers = [row["episode_index"] for row in rows]
         self.lengths = tuple(row["length"] for row in rows)
         self.tasks = tuple(row["task"] for row in rows)
-        if several := sum(row["tasks"] > 1 for row in rows):
-            self.notes = (f"{several} of {len(rows)} episodes change their task: only the first task of each is kept.",)
+        if changing := sum(row["tasks"] > 1 for row in rows):
+            self.notes = (
+                f"{changing} of {len(rows)} episodes change their task: only the first task of each is kept.",
+            )
         self.features: Mapping[str, Any] = self.information["features"]
         columns = {key: _column(path, key, feature) for key, feature in self.features.items() if key not in _OWN}
         self.columns = {key: column for key, column in columns.items() if column is not None}

@@ -113,8 +113,10 @@ class GaussianACT(LeRobotModule):
         """
         chunk = self._chunk(self.encode(observation))
         if not deterministic:
-            executed = chunk[:, : self.spec.chunk]
-            chunk = torch.cat([executed + self.std * _noise(executed, generator), chunk[:, self.spec.chunk :]], 1)
+            executed_steps = chunk[:, : self.spec.chunk]
+            chunk = torch.cat(
+                [executed_steps + self.std * _noise(executed_steps, generator), chunk[:, self.spec.chunk :]], 1
+            )
         return self._in_world(chunk)
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:

@@ -145,14 +145,14 @@ class LeRobotPolicy(LeRobotReader):
         if self.settings.base is not None:
             return self._with_base().predict(observation, generator, deterministic=True)
         inner: Any = self.policy
-        executed = getattr(inner.config, "n_action_steps", None)
+        steps_before = getattr(inner.config, "n_action_steps", None)
         try:
             if inner.config.type in HORIZONS:
                 inner.config.n_action_steps = self.spec.prediction
             return self._decided(observation, generator, self.spec.prediction)
         finally:
             if inner.config.type in HORIZONS:
-                inner.config.n_action_steps = executed
+                inner.config.n_action_steps = steps_before
 
     def _with_base(self) -> Any:
         """Return this policy as fine-tuned, with its first steps run by a frozen base, which LeRobot does not

@@ -72,8 +72,8 @@ OF_TRAINING = ("optimizer_", "scheduler_", "n_vqvae_training_steps")
 def check_numbers(path: Path, described: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the JSON file `path`, already parsed, contains an unrealistic size."""
     for key, value in described.items():
-        inside = value if is_sequence(value) else (value,)
-        for each in inside:
+        values = value if is_sequence(value) else (value,)
+        for each in values:
             if is_mapping(each):
                 check_numbers(path, each)
                 continue
@@ -87,11 +87,11 @@ def check_numbers(path: Path, described: Mapping[str, Any]) -> None:
                     f"{path} has {key}={in_one_line(each, 40)}, which is added to a divisor and must be between 0 "
                     "and 1. Restore it from a copy."
                 )
-            most = next((most for part, most in LARGEST_NUMBERS.items() if part in key), LARGEST_NUMBER)
-            if key.startswith(OF_TRAINING) or not isinstance(each, int) or abs(each) <= most:
+            bound = next((largest for part, largest in LARGEST_NUMBERS.items() if part in key), LARGEST_NUMBER)
+            if key.startswith(OF_TRAINING) or not isinstance(each, int) or abs(each) <= bound:
                 continue
             raise CheckpointError(
-                f"{path} has {key}={in_one_line(each, 40)}, but at most {most} is plausible: correct it, or restore "
+                f"{path} has {key}={in_one_line(each, 40)}, but at most {bound} is plausible: correct it, or restore "
                 "it from a copy."
             )
 
@@ -256,16 +256,16 @@ def _require_inverse(
 ) -> None:
     """Raise CheckpointError if an output is unnormalised with another method than used in training."""
     forward_method, back = _way(normalisers, name), _way(inverses, name)
-    both = is_mapping(config := normalisers[0].get("config") if normalisers else None) and name in config.get(
+    both_normalise = is_mapping(config := normalisers[0].get("config") if normalisers else None) and name in config.get(
         "features", {}
     )
-    if both and forward_method != back:
+    if both_normalise and forward_method != back:
         raise CheckpointError(
             f"{folder}: '{name}' is normalised by {forward_method} in training ({PROCESSORS[0]}) but unnormalised by "
             f"{back} ({PROCESSORS[1]}). {_SAVED_TOGETHER}"
         )
     files = [step.get("state_file") for step in (*normalisers, *inverses)]
-    if not both or back == AS_IT_IS or len(files) != 2 or None in files:
+    if not both_normalise or back == AS_IT_IS or len(files) != 2 or None in files:
         return
     first, second = (load_tensors(folder / str(file)) for file in files)
     for key in (f"{name}.{each}" for each in ASKED.get(back, ())):
@@ -288,9 +288,9 @@ def _unread(before: list[Mapping[str, Any]], inputs: Mapping[str, Any], path: Pa
         if not is_mapping(pairs) or not all(isinstance(new, str) for new in pairs.values()):
             raise CheckpointError(f"{path} has an invalid rename_map: it must be {{NAME: NAME}}.")
         new_names = list(pairs.values())
-        if twice := [new for new in new_names if new_names.count(new) > 1]:
+        if duplicates := [new for new in new_names if new_names.count(new) > 1]:
             raise CheckpointError(
-                f"{path} renames two observations to '{twice[0]}': keep the one that the policy reads."
+                f"{path} renames two observations to '{duplicates[0]}': keep the one that the policy reads."
             )
         if unreadable := [old for old in pairs if old in inputs and old not in new_names]:
             raise CheckpointError(

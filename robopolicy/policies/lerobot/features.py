@@ -119,9 +119,9 @@ class LeRobotReader:
                 if "mean" in statistics and "std" in statistics:
                     reach = DEVIATIONS * statistics["std"]
                     statistics |= {"below": statistics["mean"] - reach, "above": statistics["mean"] + reach}
-                for least, greatest in (("min", "max"), ("q01", "q99"), ("below", "above")):
-                    if least in statistics and greatest in statistics:
-                        ranges[self.key_of(name)] = statistics[least], statistics[greatest]
+                for lowest, greatest in (("min", "max"), ("q01", "q99"), ("below", "above")):
+                    if lowest in statistics and greatest in statistics:
+                        ranges[self.key_of(name)] = statistics[lowest], statistics[greatest]
                         break
         return ranges
 
@@ -181,8 +181,10 @@ class LeRobotReader:
 
     def _vector(self, name: str, shape: tuple[int, ...]) -> Field:
         names = tuple(self.settings.names.get(name, ()))
-        if twice := [each for each in names if names.count(each) > 1]:
-            raise ConfigError(f"{SETTINGS_FILE} gives two elements of '{name}' the name '{in_one_line(twice[0], 80)}'.")
+        if duplicates := [each for each in names if names.count(each) > 1]:
+            raise ConfigError(
+                f"{SETTINGS_FILE} gives two elements of '{name}' the name '{in_one_line(duplicates[0], 80)}'."
+            )
         if names and len(names) != math.prod(shape):
             raise ConfigError(
                 f"{SETTINGS_FILE} has {len(names)} names for the elements of '{name}', which has {math.prod(shape)}."

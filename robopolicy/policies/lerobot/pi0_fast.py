@@ -223,20 +223,24 @@ class FastTokens(LeRobotModule):
         begin = torch.full(rows, self.begin, dtype=torch.int64, device=answer.device)
         text, mask = torch.cat([reading.text, begin], 1), pad(reading.mask, (0, 1), value=True)
         embedded, padding_mask, sees, *_ = model.embed_prefix_fast(reading.images, reading.seen, text, mask)
-        prompt, more = embedded.shape[1], answer.shape[1] - 1
+        prompt, answer_steps = embedded.shape[1], answer.shape[1] - 1
         words = model.paligemma_with_expert.embed_language_tokens(answer[:, :-1])
         # The prompt does not see what is said; that sees the prompt, and what was said before it.
-        order = torch.ones((more, more), dtype=torch.bool, device=answer.device).tril().expand(len(answer), -1, -1)
-        behind = torch.cat([padding_mask[:, None].expand(-1, more, -1), order], 2)
+        order = (
+            torch.ones((answer_steps, answer_steps), dtype=torch.bool, device=answer.device)
+            .tril()
+            .expand(len(answer), -1, -1)
+        )
+        visible_mask = torch.cat([padding_mask[:, None].expand(-1, answer_steps, -1), order], 2)
         hidden = self._heard(
             torch.cat([embedded, words.to(embedded.dtype)], 1),
-            pad(padding_mask, (0, more), value=True),
-            torch.cat([pad(sees, (0, more)), behind], 1),
+            pad(padding_mask, (0, answer_steps), value=True),
+            torch.cat([pad(sees, (0, answer_steps)), visible_mask], 1),
         )
         # The prompt's last token says the first word.
-        every = (self._logits(hidden[:, prompt - 1 :]) / self.tuning.temperature).log_softmax(-1)
-        logp = every.gather(-1, answer[..., None]).squeeze(-1)
-        entropy = -(every.exp() * every).sum(-1)
+        log_probabilities = (self._logits(hidden[:, prompt - 1 :]) / self.tuning.temperature).log_softmax(-1)
+        logp = log_probabilities.gather(-1, answer[..., None]).squeeze(-1)
+        entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
         logp, entropy = (pad(value, (0, self.most - answer.shape[1])) for value in (logp, entropy))
         return Scores(torch.where(live, logp, 0.0), torch.where(live, entropy, 0.0))
 

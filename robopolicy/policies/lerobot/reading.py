@@ -68,14 +68,14 @@ def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
     """
     byte_count, bits = weights_bytes(folder), 8 * bytes_a_weight(folder)
     for place, times in ((torch.device("cpu"), copies if device.type == "cpu" else 1), (device, copies)):
-        free = free_memory(place)
-        if free is not None and times * byte_count > free:
+        free_bytes = free_memory(place)
+        if free_bytes is not None and times * byte_count > free_bytes:
             many = (
                 f"{in_bytes(byte_count)} of memory" if times == 1 else f"{times} times {in_bytes(byte_count)} of memory"
             )
             raise ConfigError(
-                f"{folder} needs {many} on {place.type} with {bits} bits per weight, but only {in_bytes(free)} are "
-                "free: stop other processes, or use a smaller checkpoint or a larger machine."
+                f"{folder} needs {many} on {place.type} with {bits} bits per weight, but only {in_bytes(free_bytes)} "
+                f"are free: stop other processes, or use a smaller checkpoint or a larger machine."
             )
 
 
@@ -171,8 +171,8 @@ def _load_renamed(policy: "PreTrainedPolicy", path: Path) -> None:
 def _from_openpi(policy: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if any(name.startswith("model.") for name in tensors):
         return tensors
-    fixed = policy._fix_pytorch_state_dict_keys(tensors, policy.config)
-    return {f"model.{name}".replace("model.model.", "model.", 1): value for name, value in fixed.items()}
+    renamed_tensors = policy._fix_pytorch_state_dict_keys(tensors, policy.config)
+    return {f"model.{name}".replace("model.model.", "model.", 1): value for name, value in renamed_tensors.items()}
 
 
 def _from_florence(policy: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -310,8 +310,8 @@ class FastTokenizer:
         path: Any = cached_file(name, FAST_FILE)
         with reading(Path(path), failure=CheckpointError):
             settings = read_object(Path(path))
-            scale, least = float(settings["scale"]), int(settings["min_token"])
-        return cls(PreTrainedTokenizerFast.from_pretrained(name), scale, least)
+            scale, lowest_token = float(settings["scale"]), int(settings["min_token"])
+        return cls(PreTrainedTokenizerFast.from_pretrained(name), scale, lowest_token)
 
     def __call__(self, actions: Any) -> list[Sequence[int]]:
         """Return the tokens of each row of normalised actions [N, P, A]."""

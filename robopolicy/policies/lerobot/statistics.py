@@ -182,8 +182,8 @@ def _values(policy: LeRobotReader, episodes: Episodes, name: str) -> Tensor:
     values = episodes.observation[key]
     if not key.startswith(IMAGE_PREFIX):
         return values
-    some = values[:: max(1, len(values) // FRAMES)]
-    return some.movedim(-1, 0).flatten(1).T.float() / 255  # a value a pixel, a column a channel
+    samples = values[:: max(1, len(values) // FRAMES)]
+    return samples.movedim(-1, 0).flatten(1).T.float() / 255  # a value a pixel, a column a channel
 
 
 def _statistics(values: Tensor) -> dict[str, Any]:
@@ -192,5 +192,5 @@ def _statistics(values: Tensor) -> dict[str, Any]:
     # torch.quantile takes 16 million elements at most: quantiles are of rows evenly spaced over the data.
     rows = values[:: max(1, len(values) // 100_000)]
     quantiles = {f"q{share:02d}": torch.quantile(rows, share / 100, dim=0) for share in (1, 10, 50, 90, 99)}
-    plain = {"min": values.amin(0), "max": values.amax(0), "mean": values.mean(0), "std": values.std(0, correction=0)}
-    return {name: value.numpy() for name, value in {**plain, **quantiles}.items()}
+    moments = {"min": values.amin(0), "max": values.amax(0), "mean": values.mean(0), "std": values.std(0, correction=0)}
+    return {name: value.numpy() for name, value in {**moments, **quantiles}.items()}

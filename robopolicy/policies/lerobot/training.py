@@ -115,15 +115,15 @@ def require_read(policy: LeRobotReader, tuning: LeRobotTuning) -> None:
     if why_not_trainable(inner):
         return  # which is what has to be said
     kind = inner.config.type
-    usual, settings = LeRobotTuning(), policy.settings
-    if kind == "act" and settings.log_std is not None and tuning.std not in (usual.std, settings.tuning.std):
+    defaults, settings = LeRobotTuning(), policy.settings
+    if kind == "act" and settings.log_std is not None and tuning.std not in (defaults.std, settings.tuning.std):
         raise ConfigError(
             f"lerobot.std={tuning.std:g} is the initial exploration noise of an act policy, but this one has trained "
             "its standard deviations: unset it, or remove log_std from its robopolicy.json."
         )
-    of = kind if kind in WITHOUT_STEPS else FAMILIES[kind](inner).chain(usual)["kind"].value
+    of = kind if kind in WITHOUT_STEPS else FAMILIES[kind](inner).chain(defaults)["kind"].value
     for name, readers in READ_BY.items():
-        if of not in readers and getattr(tuning, name) != getattr(usual, name):
+        if of not in readers and getattr(tuning, name) != getattr(defaults, name):
             its = ", ".join(each for each, kinds in READ_BY.items() if of in kinds)
             raise ConfigError(
                 f"'{kind}' does not read lerobot.{name}, which applies to {' and '.join(readers)} policies; its "
@@ -133,13 +133,13 @@ def require_read(policy: LeRobotReader, tuning: LeRobotTuning) -> None:
 
 def _least_noise(tuning: LeRobotTuning, chain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the lower bounds of noise, and bounds of an element's log-probability suitable for such small noise."""
-    least = tuning.least_noise
+    lower_bound = tuning.least_noise
     if chain.get("flow_noise") is FlowNoise.CONSTANT:  # a smaller constant is no accident
-        least = min(least, tuning.flow_noise_level)
+        lower_bound = min(lower_bound, tuning.flow_noise_level)
     # The log-density of a Gaussian is at most -log(std) - 0.92, so this bound never holds at the smallest std.
-    highest = max(2.0, -math.log(least)) if least > 0 else None
+    highest = max(2.0, -math.log(lower_bound)) if lower_bound > 0 else None
     clamp = None if highest is None else (-5.0, highest)
-    return {"min_sampling_std": least, "min_logprob_std": least, "logp_clamp": clamp}
+    return {"min_sampling_std": lower_bound, "min_logprob_std": lower_bound, "logp_clamp": clamp}
 
 
 class LeRobotNetwork(LeRobotModule):
@@ -158,9 +158,9 @@ class LeRobotNetwork(LeRobotModule):
         drops = inner.config.type == "multi_task_dit" and inner.config.dropout
         self.dropping = tuple(inner.noise_predictor.modules()) if drops else ()
         flow = self.family.chain(self.tuning)["kind"] is PolicyKind.FLOW
-        quiet = flow and self.tuning.flow_noise is FlowNoise.ODE
+        noise_free = flow and self.tuning.flow_noise is FlowNoise.ODE
         setting = "flow_noise_level" if flow else "eta or least_noise"
-        self.how_to_explore = "choose a flow_noise other than ode" if quiet else f"raise {setting}"
+        self.how_to_explore = "choose a flow_noise other than ode" if noise_free else f"raise {setting}"
 
     @property
     def denoises_actions(self) -> bool:
@@ -210,13 +210,13 @@ class LeRobotNetwork(LeRobotModule):
 
     def steps(self, times: Tensor, condition: Condition) -> Steps:
         """Prepare steps at times [K]; see `SharesSteps`."""
-        every = EveryStep(self, times, condition)
+        each_step = EveryStep(self, times, condition)
         if self.tuning.checkpointing:
-            return Recomputed(every)
+            return Recomputed(each_step)
         # In bfloat16 products differ with the shape, by more than scores of what acted may.
         weights = [weight for module in self.family.denoising_modules() for weight in module.parameters()]
         exact = all(weight.dtype == torch.float32 for weight in weights)
-        return AtOnce(every, self.family) if exact and isinstance(self.family, SeveralAtOnce) else every
+        return AtOnce(each_step, self.family) if exact and isinstance(self.family, SeveralAtOnce) else each_step
 
     def to_latents(self, actions: Tensor) -> Tensor:
         """Convert actions [N, P, A] to normalised actions [N, P, L], padded at the end."""

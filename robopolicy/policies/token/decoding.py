@@ -157,14 +157,14 @@ class ParallelDecoding(nn.Module):
         kept: Kept | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Sample tokens [N, K] in one pass; see `Decoding`."""
-        every = self.score(language, prompt, {})
-        check_finite("log-probabilities of action tokens", every)
-        draws = uniform(every.shape[:2], generator, every.device)
-        tokens = every.argmax(-1) if deterministic else _draw(every, draws)
+        log_probabilities = self.score(language, prompt, {})
+        check_finite("log-probabilities of action tokens", log_probabilities)
+        draws = uniform(log_probabilities.shape[:2], generator, log_probabilities.device)
+        tokens = log_probabilities.argmax(-1) if deterministic else _draw(log_probabilities, draws)
         if kept is not None:
             place = torch.arange(tokens.shape[1], device=tokens.device)
             tokens = torch.where(place < kept[1][:, None], kept[0], tokens)
-        return {"tokens": tokens}, _of_tokens(every, tokens)
+        return {"tokens": tokens}, _of_tokens(log_probabilities, tokens)
 
     def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the tokens [N, K], which have no order."""
@@ -228,12 +228,12 @@ class MaskedDecoding(nn.Module):
         order = torch.full(shape, steps, device=device)
         for step, count in enumerate(self.schedule):
             committed_mask = order < step
-            every = language.log_probabilities(
+            log_probabilities = language.log_probabilities(
                 language.model.attend(reading, self._embed(language, tokens, committed_mask))
             )
-            check_finite("log-probabilities of action tokens", every)
-            proposal = every.argmax(-1) if deterministic else _draw(every, draws[:, step])
-            drawn_logp = _of_tokens(every, proposal)
+            check_finite("log-probabilities of action tokens", log_probabilities)
+            proposal = log_probabilities.argmax(-1) if deterministic else _draw(log_probabilities, draws[:, step])
+            drawn_logp = _of_tokens(log_probabilities, proposal)
             confidence = drawn_logp.masked_fill(committed_mask, -torch.inf)
             committed = confidence.sort(dim=-1, descending=True, stable=True).indices[:, :count]
             order.scatter_(1, committed, step)

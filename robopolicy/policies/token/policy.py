@@ -222,17 +222,19 @@ class TokenPolicy(nn.Module):
                 f"The tokens have shape {list(tokens.shape)}, but this policy's tokens have [N, "
                 f"{self.spec.scored_steps}]."
             )
-        every = self.decoding.score(self._action_language, self._prompt(observation), latents)
-        logp = every.gather(-1, tokens[..., None]).squeeze(-1)
-        entropy = -(every.exp() * every).sum(-1)
+        log_probabilities = self.decoding.score(self._action_language, self._prompt(observation), latents)
+        logp = log_probabilities.gather(-1, tokens[..., None]).squeeze(-1)
+        entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
         if "executed" in latents and self.action_tokens.steps_per_action:
             token_mask = latents["executed"].repeat_interleave(self.action_tokens.steps_per_action, dim=1)
             logp, entropy = logp * token_mask, entropy * token_mask
         if "chosen" in latents:
             indices = latents["chosen"]
             logp, entropy = logp.gather(1, indices), entropy.gather(1, indices)
-            every = every.gather(1, indices[..., None].expand(-1, -1, every.shape[-1]))
-        return Scores(logp, entropy, {"log_probabilities": every})
+            log_probabilities = log_probabilities.gather(
+                1, indices[..., None].expand(-1, -1, log_probabilities.shape[-1])
+            )
+        return Scores(logp, entropy, {"log_probabilities": log_probabilities})
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the latents [N, ...] with which `act` would have generated chunks [N, C, A] in world units.

@@ -107,18 +107,18 @@ def process_rloo(
     It agrees with the true advantages twice as closely as the outcome does.
     """
     reward, alive = rollouts.extras["process"], rollouts.alive
-    groups, every = Segments.of(rollouts.group), torch.ones_like(rollouts.group, dtype=torch.bool)
+    groups, all_rows = Segments.of(rollouts.group), torch.ones_like(rollouts.group, dtype=torch.bool)
     # Leave one out on means per step, not on sums: long episodes would otherwise seem to have more process reward.
     steps = (alive.sum(1) * reward.shape[-1]).clamp(min=1)
     mean = reward.sum((1, 2)) / steps
-    baseline = mean - leave_one_out(mean, every, groups)
+    baseline = mean - leave_one_out(mean, all_rows, groups)
     centred = torch.where(alive[..., None], reward - baseline[:, None, None], 0.0).flatten(1)
     following = (centred.flip(1).cumsum(1).flip(1) if to_go else centred).reshape(reward.shape)
-    won = leave_one_out(rollouts.row_success.float(), every, groups)
+    success_advantage = leave_one_out(rollouts.row_success.float(), all_rows, groups)
     # Where all episodes of a start ended alike, process rewards can only restate noise: those groups get nothing.
     spread = groups.maximum(rollouts.row_return) - groups.minimum(rollouts.row_return)
     mixed = (spread > 1e-6)[groups.index]
-    advantage = process * following + outcome * won[:, None, None]
+    advantage = process * following + outcome * success_advantage[:, None, None]
     counted_mask = (alive & mixed[:, None])[..., None].expand(reward.shape)
     if not bool(counted_mask.any()):
         return torch.zeros_like(advantage)

@@ -45,10 +45,10 @@ def owners(rollouts: Rollouts) -> Tensor:
     # moves: each round climbs one generation, so a tree of depth d is done after d rounds.
     owner = torch.arange(count, device=parent.device)[:, None].expand(count, length)
     for _ in range(count):
-        shared = (time < branch[owner]) & (parent[owner] >= 0)
-        if not bool(shared.any()):
+        from_parent = (time < branch[owner]) & (parent[owner] >= 0)
+        if not bool(from_parent.any()):
             break
-        owner = torch.where(shared, parent[owner], owner)
+        owner = torch.where(from_parent, parent[owner], owner)
     return owner
 
 
@@ -206,8 +206,8 @@ def kept_leaves(rollouts: Rollouts, width: str, share: float = 0.5) -> Tensor:
     length, row = owner.shape[1], torch.arange(len(parent), device=parent.device)
     time = torch.arange(length, device=parent.device)
     nodes = _nodes(owner)
-    alone = (nodes.size()[nodes.index] == 1).reshape(owner.shape)
-    leaf_start = torch.where(alone, time, length).amin(1).clamp(max=length - 1)  # where it is a leaf from on
+    is_leaf = (nodes.size()[nodes.index] == 1).reshape(owner.shape)
+    leaf_start = torch.where(is_leaf, time, length).amin(1).clamp(max=length - 1)  # where it is a leaf from on
     root = row
     while bool((parent[root] >= 0).any()):
         root = torch.where(parent[root] >= 0, parent[root], root)

@@ -55,14 +55,14 @@ def bnpo(rollouts: Rollouts, context: Context, *, ranges: dict[str, tuple[float,
     if not ranges:
         return broadcast(_beta_normalised(rollouts.row_success.double(), groups).float(), rollouts)
     total = torch.zeros(len(rollouts.group), dtype=torch.float64, device=rollouts.group.device)
-    for name, (least, most) in ranges.items():
+    for name, (lowest, highest) in ranges.items():
         if name not in rollouts.rewards:
             raise ConfigError(f"ranges: there is no reward '{name}'.{did_you_mean(name, rollouts.rewards)}")
         totals = sum_of_rewards({name: rollouts.rewards[name]}, rollouts.valid).sum(1).double()
-        value = (totals - least) / (most - least)
+        value = (totals - lowest) / (highest - lowest)
         if not bool(((value > -1e-6) & (value < 1 + 1e-6)).all()):
             raise ConfigError(
-                f"ranges[{name!r}]=({least:g}, {most:g}) does not contain the actual episode sums, "
+                f"ranges[{name!r}]=({lowest:g}, {highest:g}) does not contain the actual episode sums, "
                 f"{float(totals.min()):g} to {float(totals.max()):g}."
             )
         total = total + _beta_normalised(value.clamp(0, 1), groups)
@@ -131,8 +131,8 @@ def risk_po(
     value = (middle / (high - low) - tail * (q_low - score).clamp(min=0) / low) / (1 + tail)
     if scale:
         spread = bundles.std(score, first, unbiased=True)
-        several = bundles.size(first) > 1
-        value = value / (torch.where(several, spread, 1.0)[bundles.index] + 1e-6)
+        has_several = bundles.size(first) > 1
+        value = value / (torch.where(has_several, spread, 1.0)[bundles.index] + 1e-6)
     return broadcast(torch.where(used_mask, value, 0.0), rollouts)
 
 
@@ -150,7 +150,7 @@ def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tenso
     mean, std = groups.mean(returns, counts), groups.std(returns, counts, unbiased=True)
     past: dict[str, list[float]] = context.memory.setdefault("sas", {})
     starts = groups.maximum(rollouts.extras["start"][:, 0].double())
-    every: list[list[float]] = []
+    statistics: list[list[float]] = []
     for number in range(groups.count):
         start = str(int(starts[number]))
         visits, old_mean, old_std = past.get(start, [0.0, 0.0, 0.0])
@@ -160,8 +160,10 @@ def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tenso
         # Means and variances of groups are pooled with equal weights, as in the authors' code.
         variance = (visits * old_std**2 + new_std**2 + visits / times * (new_mean - old_mean) ** 2) / times
         past[start] = [times, (visits * old_mean + new_mean) / times, variance**0.5]
-        every.append(past[start])
-    visit, mean_all, std_all = torch.tensor(every, dtype=returns.dtype, device=returns.device)[groups.index].unbind(1)
+        statistics.append(past[start])
+    visit, mean_all, std_all = torch.tensor(statistics, dtype=returns.dtype, device=returns.device)[
+        groups.index
+    ].unbind(1)
 
     def standardised(centre: Tensor, spread: Tensor) -> Tensor:
         return torch.where(spread > epsilon, (returns - centre) / spread.clamp(min=epsilon), 0.0)

@@ -192,10 +192,12 @@ def best_of_n(
     draws = inputs.context.generator
     indices = torch.randperm(count, generator=draws, device=draws.device)[:decisions]
     observation = {key: _at(value, indices) for key, value in inputs.observation.items()}
-    repeated = {key: _at(value, torch.arange(len(indices)).repeat(candidates)) for key, value in observation.items()}
+    repeated_observation = {
+        key: _at(value, torch.arange(len(indices)).repeat(candidates)) for key, value in observation.items()
+    }
     with torch.no_grad():
-        decision = policy.act(repeated, draws)
-        value = model.action_values(repeated, decision.actions).reshape(candidates, -1)
+        decision = policy.act(repeated_observation, draws)
+        value = model.action_values(repeated_observation, decision.actions).reshape(candidates, -1)
         best, winner = value.max(0)
         better = best > model.values(observation)
     # Rows are ordered by candidate first: candidate c of state i is row c * n + i.
@@ -254,19 +256,21 @@ def step_preferences(
     step = torch.randint(steps, (len(rows),), generator=draws, device=draws.device)
     observation = {key: _at(value, rows) for key, value in inputs.observation.items()}
     chain = inputs.latents["chain"][rows]
-    one = {"chain": chain, "chosen": step[:, None]}
-    normal = scores_of(policy, observation, one)
+    one_step = {"chain": chain, "chosen": step[:, None]}
+    normal = scores_of(policy, observation, one_step)
     mean, spread = score_extra(normal, "mean")[:, 0], score_extra(normal, "std").detach()
     std = spread.expand(len(rows), *spread.shape[-3:])[:, 0].expand_as(mean)
     with torch.no_grad():
-        reference = score_extra(scores_of(given(inputs.base, "base"), observation, one), "mean")[:, 0]
+        reference = score_extra(scores_of(given(inputs.base, "base"), observation, one_step), "mean")[:, 0]
     noise = torch.randn((children, *mean.shape), generator=draws, device=draws.device)
     # Children are samples; gradients run through their log-densities alone.
     latents = mean.detach() + std * noise
-    repeated = {key: _at(value, torch.arange(len(rows)).repeat(children)) for key, value in observation.items()}
+    repeated_observation = {
+        key: _at(value, torch.arange(len(rows)).repeat(children)) for key, value in observation.items()
+    }
     with torch.no_grad():
-        actions = policy.finish_chain(repeated, latents.flatten(0, 1), (step + 1).repeat(children))
-        value = model.action_values(repeated, actions).reshape(children, -1)
+        actions = policy.finish_chain(repeated_observation, latents.flatten(0, 1), (step + 1).repeat(children))
+        value = model.action_values(repeated_observation, actions).reshape(children, -1)
         best, worst = value.argmax(0), value.argmin(0)
         # The softmax of two values differs by tanh of half their distance.
         spread = (value - value.mean(0)).square().mean().sqrt() + 1e-6

@@ -61,12 +61,12 @@ def rec(
     Raises ConfigError for an unknown region.
     """
     ratio = scored.ratio
-    good = scored.advantage >= 0
-    bad = scored.advantage <= 0
-    inside = (ratio >= 1 - low) & (ratio <= 1 + high)
-    one_side = torch.where(good, ratio <= 1 + high, ratio >= 1 - low)
-    astray = (good & (ratio <= 1 - far_low)) | (bad & (ratio >= 1 + far_high))
-    masks = {"one_side": one_side, "two_side": inside, "ring": inside | astray}
+    is_positive = scored.advantage >= 0
+    is_negative = scored.advantage <= 0
+    within_clip = (ratio >= 1 - low) & (ratio <= 1 + high)
+    one_side = torch.where(is_positive, ratio <= 1 + high, ratio >= 1 - low)
+    astray = (is_positive & (ratio <= 1 - far_low)) | (is_negative & (ratio >= 1 + far_high))
+    masks = {"one_side": one_side, "two_side": within_clip, "ring": within_clip | astray}
     if region not in masks:
         raise unknown_option("rec.region", region, masks)
     weight = ratio if importance else torch.ones_like(ratio)
@@ -200,11 +200,11 @@ def sppo(scored: Scored, *, eta: float = 1.0) -> Coefficients:
     c = 2 (eta (P - 1/2) - log-ratio); ties count half.
     """
     returns, group = scored.rollouts.row_return, scored.rollouts.group
-    same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+    same_group = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
     # A win rate of 1/2 is the policy against itself: the target log-ratio is how much an episode beats that, times eta.
     wins = (returns[:, None] > returns[None] + 1e-6).float() + (returns[:, None] - returns[None]).abs().le(1e-6) * 0.5
-    rate = (wins * same).sum(1) / same.sum(1).clamp(min=1)
-    rate = torch.where(same.any(1), rate, 0.5)
+    rate = (wins * same_group).sum(1) / same_group.sum(1).clamp(min=1)
+    rate = torch.where(same_group.any(1), rate, 0.5)
     log_ratio = episode_log_ratio(scored)
     return to_steps(2 * (eta * (rate - 0.5) - log_ratio), scored), {"win_rate_spread": rate.std(unbiased=False)}
 
@@ -217,9 +217,9 @@ def p3o(scored: Scored, *, clip: float = 0.2) -> Coefficients:
     / 2 over the others of its group, 0 where the ratio is already outside the clip range in that direction.
     """
     returns, group = scored.rollouts.row_return, scored.rollouts.group
-    same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+    same_group = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
     # Differences of returns cancel whatever a start adds to all of them, so no baseline is needed.
-    gain = ((returns[:, None] - returns[None]) / 2 * same).sum(1) / same.sum(1).clamp(min=1)
+    gain = ((returns[:, None] - returns[None]) / 2 * same_group).sum(1) / same_group.sum(1).clamp(min=1)
     log_ratio = episode_log_ratio(scored)
     ratio = log_ratio.clamp(-3, 3).exp()
     trusted_mask = torch.where(gain >= 0, ratio <= 1 + clip, ratio >= 1 - clip)
@@ -237,15 +237,15 @@ def pacs(scored: Scored, *, beta: float = 1.0) -> Coefficients:
     rollouts = scored.rollouts
     total = beta * episode_log_ratio(scored)
     group = rollouts.group
-    same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
-    weights = same.to(total.dtype) / same.sum(1, keepdim=True).clamp(min=1)
+    same_group = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+    weights = same_group.to(total.dtype) / same_group.sum(1, keepdim=True).clamp(min=1)
     centred = total - weights @ total
     # centred = (I - weights) total, so the cross-entropy's error goes back through the transpose: an episode also moves
     # for being in the others' baselines.
     label = rollouts.row_success.to(total.dtype)
     groups = Segments.of(group)
-    size, won = groups.size()[groups.index], groups.sum(label)[groups.index]
-    peers = torch.where(label > 0, won, size - won)  # episodes of the group with the same outcome
+    size, success_count = groups.size()[groups.index], groups.sum(label)[groups.index]
+    peers = torch.where(label > 0, success_count, size - success_count)  # episodes of the group with the same outcome
     balance = torch.where(peers < size, 0.5 * size / peers, 1.0)
     error = balance * (label - centred.sigmoid())
     gradient = error - weights.T @ error

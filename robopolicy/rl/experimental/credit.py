@@ -93,18 +93,18 @@ def gtpo(
     are not treated because robot episodes do not end alike. The loss is not divided by the number of protected tokens,
     unlike in the authors' code. Entropies are in nats. Takes and returns A [B, T, K].
     """
-    # same[i, j, s]: both rows chose the same token at place s. A conflict is a token that a good and a bad episode of
+    # same_token[i, j, s]: both rows chose the same token at s. A conflict is a token that a good and a bad episode of
     # the group chose there, whichever they are; cummin keeps an episode's run from its start, up to the first other.
     tokens = rollouts.latents["tokens"].flatten(1)
-    good = (advantage > 0).any((1, 2))
-    bad = (advantage < 0).any((1, 2))
-    same = (tokens[:, None] == tokens[None]) & rollouts.mask.flatten(1)[:, None] & rollouts.mask.flatten(1)[None]
-    together = (rollouts.group[:, None] == rollouts.group[None])[..., None] & same
-    shared_with_good = (together & good[None, :, None]).any(1)
-    shared_with_bad = (together & bad[None, :, None]).any(1)
+    is_positive = (advantage > 0).any((1, 2))
+    is_negative = (advantage < 0).any((1, 2))
+    same_token = (tokens[:, None] == tokens[None]) & rollouts.mask.flatten(1)[:, None] & rollouts.mask.flatten(1)[None]
+    together = (rollouts.group[:, None] == rollouts.group[None])[..., None] & same_token
+    shared_with_good = (together & is_positive[None, :, None]).any(1)
+    shared_with_bad = (together & is_negative[None, :, None]).any(1)
     conflict = (shared_with_good & shared_with_bad).cummin(-1).values.reshape(advantage.shape)
-    factor = torch.where(conflict & good[:, None, None], 2.0, torch.ones_like(advantage))
-    factor = torch.where(conflict & bad[:, None, None], 0.0, factor)
+    factor = torch.where(conflict & is_positive[:, None, None], 2.0, torch.ones_like(advantage))
+    factor = torch.where(conflict & is_negative[:, None, None], 0.0, factor)
     mean = (entropy_of(rollouts) * rollouts.mask).sum((1, 2)) / rollouts.mask.sum((1, 2)).clamp(min=1)
     is_kept = mean <= entropy_limit
     if not bool(is_kept.any()):

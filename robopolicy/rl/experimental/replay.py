@@ -85,14 +85,14 @@ class Aggregate(Buffer):
 
     def _bound(self) -> None:
         """Keep the `capacity` rows with the largest keys."""
-        every = torch.cat(self.keys)
-        if len(every) <= self.capacity:
+        all_keys = torch.cat(self.keys)
+        if len(all_keys) <= self.capacity:
             return
-        least = every.topk(self.capacity).values[-1]
-        stays = [(keys >= least).nonzero().squeeze(1) for keys in self.keys]
-        rest = [(place, index) for place, index in enumerate(stays) if len(index)]
-        self.kept = [(self.kept[place][0], self.kept[place][1].take(index).compact()) for place, index in rest]
-        self.keys = [self.keys[place][index] for place, index in rest]
+        lowest_key = all_keys.topk(self.capacity).values[-1]
+        stays = [(keys >= lowest_key).nonzero().squeeze(1) for keys in self.keys]
+        kept_parts = [(place, index) for place, index in enumerate(stays) if len(index)]
+        self.kept = [(self.kept[place][0], self.kept[place][1].take(index).compact()) for place, index in kept_parts]
+        self.keys = [self.keys[place][index] for place, index in kept_parts]
 
     def tree(self) -> dict[str, Any]:
         """Return all tensors."""

@@ -35,23 +35,28 @@ def partial_credit(
         else torch.zeros(rollouts.valid.shape)
     )
     levels = torch.tensor(milestones, device=rollouts.valid.device)
-    reached = torch.zeros_like(rollouts.group)
-    sum_before, won = torch.zeros_like(gains[:, 0, 0]), torch.zeros_like(rollouts.success[:, 0])
+    milestones_reached = torch.zeros_like(rollouts.group)
+    sum_before, has_succeeded = torch.zeros_like(gains[:, 0, 0]), torch.zeros_like(rollouts.success[:, 0])
     columns: list[torch.Tensor] = []
     for column in range(rollouts.shape[1]):
         total = sum_before[:, None] + gains[:, column].cumsum(-1)
         milestones_passed = (total[..., None] >= levels).sum(-1)
         # A milestone stays passed where the sum falls again: it is paid once.
-        milestones_passed = torch.maximum(milestones_passed.cummax(-1).values, reached[:, None])
-        fresh = torch.cat([reached[:, None], milestones_passed], 1).diff(dim=1)
-        pay = torch.where(rollouts.valid[:, column] & ~won[:, None], fresh * (credit / len(milestones)), 0.0)
-        first = rollouts.success[:, column] & ~won & rollouts.alive[:, column]
+        milestones_passed = torch.maximum(milestones_passed.cummax(-1).values, milestones_reached[:, None])
+        new_milestones = torch.cat([milestones_reached[:, None], milestones_passed], 1).diff(dim=1)
+        pay = torch.where(
+            rollouts.valid[:, column] & ~has_succeeded[:, None], new_milestones * (credit / len(milestones)), 0.0
+        )
+        first = rollouts.success[:, column] & ~has_succeeded & rollouts.alive[:, column]
         remainder = torch.where(first, 1 - credit * milestones_passed[:, -1] / len(milestones), 0.0)
         last = (rollouts.duration[:, column] - 1).clamp(min=0)
         columns.append(pay.scatter_add(-1, last[:, None], remainder[:, None]))
-        over = rollouts.ended[:, column]
-        won = (won | first) & ~over
-        reached, sum_before = torch.where(over, 0, milestones_passed[:, -1]), torch.where(over, 0.0, total[:, -1])
+        is_over = rollouts.ended[:, column]
+        has_succeeded = (has_succeeded | first) & ~is_over
+        milestones_reached, sum_before = (
+            torch.where(is_over, 0, milestones_passed[:, -1]),
+            torch.where(is_over, 0.0, total[:, -1]),
+        )
     rewards = torch.stack(columns, 1)
     other_rewards = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
     return replace(rollouts, rewards={"success": rewards, **other_rewards})

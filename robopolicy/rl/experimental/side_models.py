@@ -111,9 +111,9 @@ class FlowCritic(SidePerceptron):
         for index in minibatches(len(goal), self.minibatch, self.epochs, context):
             batch, draws = rows_of(features, index), context.generator
             level = torch.randint(time.shape[1], index.shape, generator=draws, device=draws.device)
-            inside = self.values(batch, noisy[index, level], time[index, level])
-            outside = self._state_values(batch, context)
-            self.step((inside - goal[index]).square().mean() + (outside - goal[index]).square().mean())
+            flow_values = self.values(batch, noisy[index, level], time[index, level])
+            state_values = self._state_values(batch, context)
+            self.step((flow_values - goal[index]).square().mean() + (state_values - goal[index]).square().mean())
         empty = torch.zeros((*alive.shape, time.shape[1]), device=alive.device)
         return rollouts.with_extras(flow_value=empty.index_put((alive,), torch.stack(levels, 1)), flow_return=returns)
 
@@ -333,13 +333,13 @@ class QEnsemble(SideNetwork[ValueModel]):
 
     def _learn_differences(self, data: Mapping[str, Any], context: Context) -> None:
         """Train on n chunks as returned by `_transitions`."""
-        policy_actions, over = self._drawn(data["before"], context), data["over"]
+        policy_actions, ends = self._drawn(data["before"], context), data["over"]
         for index in minibatches(len(policy_actions), self.minibatch, self.epochs, context):
             batch, then = rows_of(data["before"], index), rows_of(data["after"], index)
             q, v = self.network.members(batch, data["actions"][index]), self.network.values(batch)
             with torch.no_grad():
                 following = self.slow.values(then)
-                goal = td_target(data["reward"][index], data["decay"][index], following, over[index])
+                goal = td_target(data["reward"][index], data["decay"][index], following, ends[index])
                 # V follows what the policy would do here, not what was done: this is what makes the data off-policy.
                 policy_value = self.slow.action_values(batch, policy_actions[index])
             self.step((q - goal).square().mean() + (v - policy_value).square().mean())

@@ -126,8 +126,8 @@ class ReplaySampler(Beliefs):
             and self.used[number] < self.limit
         ]
         ready = sorted(rested, key=distance.__getitem__)[: round(self.share * count)]
-        fresh = sorted((number for number in order.tolist() if number not in ready), key=lambda n: self.used.get(n, 0))
-        indices = (ready + fresh)[:count]
+        unused = sorted((number for number in order.tolist() if number not in ready), key=lambda n: self.used.get(n, 0))
+        indices = (ready + unused)[:count]
         for number in indices:
             self.last[number], self.used[number] = self.round, self.used.get(number, 0) + 1
         return np.array(indices)
@@ -161,8 +161,8 @@ class Dars(Uniform):
         rate = np.where(rate <= 1e-6, 0.5 / sizes, rate)
         spread = np.maximum(2 * rate * (1 - rate), 1e-6)
         target = (2 * (1 - rate) if self.weighted else 1.0) * sizes / 2
-        more = np.where(rate < 0.5, (target - sizes * spread) / spread, 0.0)
-        return np.clip(np.ceil(more - 1e-9), 0, np.maximum(self.most - sizes, 0)).astype(int).tolist()
+        extra_episodes = np.where(rate < 0.5, (target - sizes * spread) / spread, 0.0)
+        return np.clip(np.ceil(extra_episodes - 1e-9), 0, np.maximum(self.most - sizes, 0)).astype(int).tolist()
 
 
 class _Rates:

@@ -115,39 +115,41 @@ def recorded_decisions(
     episode = episodes.episode_of_step
     last, until = (episodes.starts + episodes.lengths - 1)[episode], last_of_turn(episodes)
     # A decision ends with its chunk, its episode or its turn, whatever comes first.
-    executed = (until - steps + 1).clamp(max=chunk)
+    step_counts = (until - steps + 1).clamp(max=chunk)
     actions = interface.to_agent(_chunks(episodes, steps, until, chunk))
     chunk_reward = torch.zeros_like(rewards)
     for offset in range(chunk):
-        within = offset < executed
-        chunk_reward[within] += discount**offset * rewards[steps[within] + offset]
+        within_chunk = offset < step_counts
+        chunk_reward[within_chunk] += discount**offset * rewards[steps[within_chunk] + offset]
     # `>`: what it leads to lies behind the episode's last step.
-    ends = steps + executed > last
+    ends = steps + step_counts > last
     terminated = ends & episodes.terminated[episode]
     states, frame = frame_states(episodes, interface), steps + episode
     # At an episode's end only a valid index: `next_known` is False there.
-    following = torch.minimum(steps + executed, last)
+    following = torch.minimum(steps + step_counts, last)
     outcome = returns_to_go(rewards.cpu(), episodes.to("cpu"), discount).to(rewards.device)
     # Cut by a time limit: what would have followed is not known.
     outcome = torch.where(episodes.terminated[episode], outcome, -torch.inf)
     if (before := before_intervention(episodes)) is not None:
         outcome = outcome.masked_fill(before, -torch.inf)
-    every = Transitions(
+    transitions = Transitions(
         state=states[frame],
         action=actions,
         reward=chunk_reward.float(),
-        next_state=states[frame + executed],
+        next_state=states[frame + step_counts],
         terminated=terminated,
-        success=None if episodes.step_success is None else episodes.step_success[steps + executed - 1],
+        success=None if episodes.step_success is None else episodes.step_success[steps + step_counts - 1],
         episode=episode,
-        decay=discount ** executed.float(),
+        decay=discount ** step_counts.float(),
         next_action=actions[following],
         next_known=~ends,
         outcome=outcome,
     )
     final_known = torch.ones_like(ends) if episodes.final_known is None else episodes.final_known[episode]
     indices = (~ends | terminated | final_known).nonzero().squeeze(1)
-    return Decisions(episodes, every.take(indices), steps[indices], frame[indices], (frame + executed)[indices])
+    return Decisions(
+        episodes, transitions.take(indices), steps[indices], frame[indices], (frame + step_counts)[indices]
+    )
 
 
 def _chunks(episodes: Episodes, steps: Tensor, last: Tensor, chunk: int) -> Tensor:

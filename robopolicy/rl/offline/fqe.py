@@ -62,8 +62,8 @@ class FittedQ:
     def values(self, state: Tensor, actions: Tensor) -> Tensor:
         """Return the value of the policy [N] at states [N, S] for its sampled actions [N, n, A]."""
         count, samples = actions.shape[:2]
-        every = self.critics(state.repeat_interleave(samples, 0), actions.flatten(0, 1))
-        return every.mean(0).reshape(count, samples).mean(1)
+        all_values = self.critics(state.repeat_interleave(samples, 0), actions.flatten(0, 1))
+        return all_values.mean(0).reshape(count, samples).mean(1)
 
 
 def fit_q(

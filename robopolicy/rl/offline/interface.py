@@ -147,9 +147,9 @@ def recorded_range(episodes: Episodes, margin: float = 0.05) -> tuple[Tensor, Te
     margin: fraction of the recorded range added on both sides.
     """
     low, high = _range(episodes.action_field)
-    least, most = episodes.actions.amin(0).cpu().float(), episodes.actions.amax(0).cpu().float()
-    room = margin * (most - least).clamp_min(1e-6)
-    return torch.where(low.isfinite(), low, least - room), torch.where(high.isfinite(), high, most + room)
+    lowest, highest = episodes.actions.amin(0).cpu().float(), episodes.actions.amax(0).cpu().float()
+    room = margin * (highest - lowest).clamp_min(1e-6)
+    return torch.where(low.isfinite(), low, lowest - room), torch.where(high.isfinite(), high, highest + room)
 
 
 def _range(action: Field) -> tuple[Tensor, Tensor]:

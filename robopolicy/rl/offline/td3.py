@@ -271,8 +271,8 @@ class Prdc(Td3):
 
     def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
         """Return -alpha Q1 / mean|Q1| + (pi - a_near)^2, [], for the actor's actions, [B, A]; means over all."""
-        near = self.nearest(batch.state, action)
-        return climb_and_stay(self.critics(batch.state, action)[0], action, near, self.config.alpha)
+        nearest_action = self.nearest(batch.state, action)
+        return climb_and_stay(self.critics(batch.state, action)[0], action, nearest_action, self.config.alpha)
 
     @torch.no_grad()
     def _keys(self, state: Tensor, action: Tensor) -> Array:

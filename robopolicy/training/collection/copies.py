@@ -249,11 +249,14 @@ class PropsCollector(CopyCollector):
                 self._adjust([*past, *parts])
             batch = self.collector.batch(iteration * self.parts + part, iteration)
             parts.append(self._as_own(batch))
-        fresh = concatenate(parts)
+        new_rollouts = concatenate(parts)
         if not self.past.maxlen:
-            return fresh
-        self.past.append(fresh)
-        marked_parts = [_marked(fresh, False, iteration), *(_marked(rollouts, True, iteration) for rollouts in past)]
+            return new_rollouts
+        self.past.append(new_rollouts)
+        marked_parts = [
+            _marked(new_rollouts, False, iteration),
+            *(_marked(rollouts, True, iteration) for rollouts in past),
+        ]
         return concatenate(marked_parts)
 
     def tree(self) -> dict[str, Any]:

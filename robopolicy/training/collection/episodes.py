@@ -107,15 +107,15 @@ class EpisodeCollector:
             return total.index_add_(0, index, values.double()).cpu().numpy()
 
         episodes = per_start(torch.ones_like(place), place)
-        won = per_start(collected.row_success, place)
+        success_counts = per_start(collected.row_success, place)
         group_index = torch.searchsorted(start_numbers, prepared.extras["start"][:, 0].contiguous())
         size = prepared.extras["advantage"].abs().sum((1, 2)) / prepared.extras["episode_steps"][:, 0].clamp(min=1)
         advantage = per_start(size, group_index) / episodes
         starts = start_numbers.cpu().numpy()
-        self.sampler.observe(starts, won, episodes, advantage)
+        self.sampler.observe(starts, success_counts, episodes, advantage)
         if self.hint is not None:
             depth = per_start(collected.extras["hint"][:, 0], place) / episodes
-            self.hint.observe(starts, depth, won / episodes)
+            self.hint.observe(starts, depth, success_counts / episodes)
 
     def _groups(self, batch: int, version: int) -> Rollouts:
         """Play the groups that sampler and allocator request, plus the episodes that the allocator adds after seeing
@@ -137,9 +137,9 @@ class EpisodeCollector:
         sizes = self.allocator.plan(self.sampler.predict(starts), config.group_size)
         group_target = config.groups if config.overprovision else None
         rollouts = self.player.play(requests(list(sizes)), self.generator, groups=group_target, version=version)
-        more = self._more(rollouts, first, len(seeds))
-        if sum(more):
-            added = self.player.play(requests(more), self.generator, version=version)
+        extra_episodes = self._more(rollouts, first, len(seeds))
+        if sum(extra_episodes):
+            added = self.player.play(requests(extra_episodes), self.generator, version=version)
             rollouts = concatenate([rollouts, added], same_groups=True)
         origins = [self.begun[group] for group in rollouts.group.tolist()]
         device, shape = rollouts.group.device, rollouts.shape
@@ -161,15 +161,15 @@ class EpisodeCollector:
             places = torch.unique(places, return_inverse=True)[1]
             count = int(places.max()) + 1
         episode_counts = np.bincount(places, minlength=count)
-        won = np.bincount(places, rollouts.row_success.cpu(), count)
-        more = self.allocator.extend(won / np.maximum(episode_counts, 1), episode_counts)
-        if self.config.overprovision and sum(more):
+        success_counts = np.bincount(places, rollouts.row_success.cpu(), count)
+        extra_episodes = self.allocator.extend(success_counts / np.maximum(episode_counts, 1), episode_counts)
+        if self.config.overprovision and sum(extra_episodes):
             raise ConfigError(
                 f"The allocator {type(self.allocator).__name__} adds episodes to a group after seeing its outcomes, "
                 "but with overprovision groups are used as soon as they are complete: set overprovision=0, or "
                 "choose another allocator."
             )
-        return list(more)
+        return list(extra_episodes)
 
     def _hinted(self, batch: int, starts: np.ndarray) -> tuple[list[Snapshot | None], list[float]]:
         """Return the demonstrated state that each group starts from (None: the initial state), and its depth in the

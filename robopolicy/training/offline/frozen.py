@@ -109,11 +109,11 @@ class Dsrl:
         observation = observed_at(lesson.episodes, data.frame[rows], policy.spec.history, keys)
         state = states[data.frame[rows]]
         normal = drawn_noise(policy, state, 0.0, generators["gain"])
-        own_values, usual = (
+        own_values, normal_values = (
             noise_values(policy, lesson, observation, data.transitions.state[rows], noise)
             for noise in (policy.agent.act(state), normal)
         )
-        return (own_values - usual).mean()
+        return (own_values - normal_values).mean()
 
 
 @torch.no_grad()

@@ -119,16 +119,16 @@ def matching_loss(
     sampler, times = memoryless(policy.schedule.steps, policy.schedule.clip), policy.schedule.times
     sampler = sampler.to(times.device)
     condition, base_condition = policy.encode(observation), base.encode(observation)
-    moving, still = steps_of(policy.network, times, condition), steps_of(base.network, times, base_condition)
+    moving, base_steps = steps_of(policy.network, times, condition), steps_of(base.network, times, base_condition)
     with torch.no_grad():
         rows = len(next(iter(condition.values())))
         shape = sampler.steps + 1, rows, *policy.noise_shape
         noise = torch.randn(shape, generator=generator, device=generator.device).to(times.device)
         chain = draw_chain(sampler, moving, noise)
         # Lean: pulled back through the base, so it is free of the learner's own Jacobian and needs no gradient here.
-        adjoint = lean_adjoints(sampler, still, chain, -strength * slope(chain[:, -1]))
+        adjoint = lean_adjoints(sampler, base_steps, chain, -strength * slope(chain[:, -1]))
         gain = gains(times)[:, None, None]
-        pull, reference = gain * adjoint, still.several(chain[:, :-1], None)
+        pull, reference = gain * adjoint, base_steps.several(chain[:, :-1], None)
     velocity = moving.several(chain[:, :-1], None)
     # With v = -u and sigma^2 = 2 g: || 2 (v - v_base) / sigma + sigma a ||^2 = (2 / g) || u - u_base - g a ||^2.
     loss = (2 / gain * (velocity - reference - pull).square()).mean()
@@ -188,8 +188,8 @@ def gains(times: Tensor) -> Tensor:
     the next time s.
     """
     second = times[1]
-    rest = times[1:] / (1 - times[1:])
-    return torch.cat([(second.square() / (1 - second))[None], rest])
+    later_gains = times[1:] / (1 - times[1:])
+    return torch.cat([(second.square() / (1 - second))[None], later_gains])
 
 
 class DiffusionQl:

@@ -123,8 +123,8 @@ def as_episodes(model: TrajectoryDiffusion, steps: Tensor, recorded: Episodes) -
     progress = rearrange(
         model.heads.progress(before, clipped_actions.flatten(0, 1), after), "(n l) -> n l", n=len(steps)
     )
-    won = success.long().cumsum(1)
-    kept_mask = (won == 0) | ((won == 1) & success)  # up to the first success, that step included
+    success_count = success.long().cumsum(1)
+    kept_mask = (success_count == 0) | ((success_count == 1) & success)  # up to the first success, that step included
     lengths = kept_mask.sum(1)
     # The frame before the first action, and then one frame behind every kept action.
     frame_mask = torch.cat([torch.ones_like(kept_mask[:, :1]), kept_mask], 1)

@@ -47,6 +47,6 @@ class ImaginedPpo:
         )
         if config.bc_weight:
             settings = held_near_base(settings, config.bc_weight)
-        inside = require_trainable(imagination.as_inside(policy))
-        result = finetune(inside, imagination.new_critic(seed), imagination.world, settings, seed=seed)
+        imagining_policy = require_trainable(imagination.as_inside(policy))
+        result = finetune(imagining_policy, imagination.new_critic(seed), imagination.world, settings, seed=seed)
         return {"imagined_steps": float(result.env_steps)}

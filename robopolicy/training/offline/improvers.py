@@ -244,14 +244,14 @@ class BestOf:
         actions, gain = chosen_decisions(proposer, lesson, frames, config.candidates, generators)
         padding = spec.prediction - spec.chunk  # what lies behind the executed steps is not imitated
         target = torch.cat([actions, actions[:, -1:].expand(-1, padding, -1)], 1)
-        executed = torch.arange(spec.prediction, device=target.device) < spec.chunk
+        executed_mask = torch.arange(spec.prediction, device=target.device) < spec.chunk
 
         def batch(rows: Tensor) -> dict[str, Any]:
             observation = observed_at(lesson.episodes, frames[rows], spec.history, list(spec.observation))
             return {
                 "observation": observation,
                 "actions": target[rows],
-                "action_valid": executed.expand(len(rows), -1),
+                "action_valid": executed_mask.expand(len(rows), -1),
             }
 
         loss = imitate(policy, batch, len(frames), config, step, generators, where)
@@ -317,8 +317,8 @@ def imitate(
 
     def loss(rows: Tensor) -> Tensor:
         minibatch = batch(rows)
-        every = torch.stack(list(policy.loss(minibatch, generators["loss"]).values())).sum(0)
-        imitation = every.mean() if weight is None else (weight[rows] * every).mean()
+        row_losses = torch.stack(list(policy.loss(minibatch, generators["loss"]).values())).sum(0)
+        imitation = row_losses.mean() if weight is None else (weight[rows] * row_losses).mean()
         return imitation if also is None else imitation + also(rows, minibatch)
 
     return descend(policy, loss, count, config, step, generators, where)

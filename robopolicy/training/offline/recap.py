@@ -131,8 +131,8 @@ def successful(lesson: Lesson) -> Tensor:
 
 def corrections(lesson: Lesson) -> Tensor | None:
     """Return a mask [N] bool of the chunks from operator interventions; None when the episodes do not record them."""
-    inside = intervened(lesson.episodes)
-    return None if inside is None else inside[lesson.data.step]
+    in_intervention = intervened(lesson.episodes)
+    return None if in_intervention is None else in_intervention[lesson.data.step]
 
 
 def improvements(advantage: Tensor, share: float, corrected: Tensor | None = None) -> Tensor:

@@ -100,11 +100,11 @@ def improve_in_rounds(
             figures = improver.improve(candidate, lesson, generators, step, f"round {number}")
             record: dict[str, Any] = {"round": number, "step_size": step, **figures}
             verdict = None if gate is None else gate.decide(candidate, policy)
-            accepted = verdict is None or verdict.accepted
+            is_accepted = verdict is None or verdict.accepted
             if verdict is not None:
                 record |= {"gate": verdict.line(f"round {number}"), "verdict": verdict.to_json()}
-            record |= {"accepted": accepted, "seconds": time.perf_counter() - start}
-            if accepted:
+            record |= {"accepted": is_accepted, "seconds": time.perf_counter() - start}
+            if is_accepted:
                 # In place, as callers hold this policy.
                 policy.load_state_dict(candidate.state_dict())
                 step = 1.0

@@ -74,13 +74,13 @@ def next_target(scene: str, seen: Things, goal: Things, columns: int = 1) -> Tar
 def scene_target(seen: Things, goal: Things) -> Target | None:
     """Return the next target of a scene: drawer, cube, window, then the buttons that lock drawer and window."""
     place = goal.blocks[0].copy()
-    goal_in_drawer, inside = place[2] > CUBE, seen.blocks[0, 2] > CUBE and seen.blocks[0, 1] < -0.1
+    goal_in_drawer, cube_in_drawer = place[2] > CUBE, seen.blocks[0, 2] > CUBE and seen.blocks[0, 1] < -0.1
     if goal_in_drawer:
         place[1] += RIDE * (goal.drawer - seen.drawer)
     cube_off = bool(np.linalg.norm(seen.blocks[0] - place) > NEAR)
-    drawer = OPEN if cube_off and (goal_in_drawer or inside) else goal.drawer
+    drawer = OPEN if cube_off and (goal_in_drawer or cube_in_drawer) else goal.drawer
     # An open drawer is in the gripper's way to a cube beside it, so that is brought to its goal first.
-    wait = cube_off and not (goal_in_drawer or inside) and drawer < seen.drawer
+    wait = cube_off and not (goal_in_drawer or cube_in_drawer) and drawer < seen.drawer
     if abs(seen.drawer - drawer) > NEAR and not wait:
         return press(0, seen) if seen.buttons[0] == LOCKED else Target("drawer", value=drawer)
     if cube_off:
