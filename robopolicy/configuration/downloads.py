@@ -29,9 +29,9 @@ def with_downloads(config: Config, sections: Sequence[str]) -> Config:
     Returns `config` itself if there is none. Raises ConfigError or StorageError as `core.hub.local_folder`, and
     ConfigError for hf:// in a setting that is a local path, such as an output.
     """
-    changed = {name: _resolved(getattr(config, name), name) for name in sections}
-    changed = {name: section for name, section in changed.items() if section is not getattr(config, name)}
-    return config.replaced(**changed) if changed else config
+    new_sections = {name: _resolved(getattr(config, name), name) for name in sections}
+    new_sections = {name: section for name, section in new_sections.items() if section is not getattr(config, name)}
+    return config.replaced(**new_sections) if new_sections else config
 
 
 def _resolved(section: Any, place: str) -> Any:
@@ -39,16 +39,16 @@ def _resolved(section: Any, place: str) -> Any:
     changes: dict[str, Any] = {}
     for item in dataclasses.fields(section):
         value: Any = getattr(section, item.name)
-        where = f"{place}.{item.name}"
+        path = f"{place}.{item.name}"
         new: Any = value
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            beside = isinstance(section, Tagged) and section.beside and item.name == "config"
-            new = _resolved(value, place if beside else where)
+            is_inline = isinstance(section, Tagged) and section.beside and item.name == "config"
+            new = _resolved(value, place if is_inline else path)
         elif isinstance(value, tuple) and value and all(isinstance(each, Path) for each in value):
-            new = tuple(_folder(each, item.name, where) for each in value)
-        elif isinstance(value, Path) or (where in NAMES and str(value).startswith(PREFIX)):
-            found = _folder(Path(value) if isinstance(value, Path) else str(value), item.name, where)
-            new = found if isinstance(value, Path) else str(found)
+            new = tuple(_folder(each, item.name, path) for each in value)
+        elif isinstance(value, Path) or (path in NAMES and str(value).startswith(PREFIX)):
+            folder = _folder(Path(value) if isinstance(value, Path) else str(value), item.name, path)
+            new = folder if isinstance(value, Path) else str(folder)
         if new is not value and new != value:
             changes[item.name] = new
     return dataclasses.replace(section, **changes) if changes else section

@@ -36,13 +36,13 @@ class FormerNames:
 
         Raises ConfigError when a setting is given under two names with different values.
         """
-        found: list[str] = []
-        given: dict[str, tuple[str, str]] = {}
+        current_overrides: list[str] = []
+        by_path: dict[str, tuple[str, str]] = {}
         for override in overrides:
             key, equals, value = override.partition("=")
             plain = key.lstrip("+")
             path, now = self._present(plain, value, composed)
-            other, before = given.setdefault(path, (plain, now))
+            other, before = by_path.setdefault(path, (plain, now))
             if equals and other != plain and before != now:
                 raise ConfigError(
                     f"'{plain}' and '{other}' are the same setting, given as {now} and {before}: keep one."
@@ -51,22 +51,22 @@ class FormerNames:
                 self._note(plain, path)
             elif now != value:
                 self._note(f"{plain}={value}", f"{plain}={now}")
-            found.append(f"{key.removesuffix(plain)}{path}{equals}{now}")
-        return found
+            current_overrides.append(f"{key.removesuffix(plain)}{path}{equals}{now}")
+        return current_overrides
 
     def replaced(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """Return plain settings, such as those of a recipe, under current names. Raises ConfigError as `present`."""
-        found = dict(tree)
+        settings = dict(tree)
         for old, new in MOVED.items():
             top, inner = old.split(".")
-            section = found.get(top)
+            section = settings.get(top)
             if isinstance(section, Mapping) and isinstance(section.get(inner), Mapping):
                 rest = {key: value for key, value in section.items() if key != inner}
                 place = new.partition(".")[2]
                 inside = {**rest.get(place, {}), **section[inner]} if place else section[inner]
-                found[top] = {**rest, place: inside} if place else {**rest, **inside}
+                settings[top] = {**rest, place: inside} if place else {**rest, **inside}
                 self._note(old, new)
-        return self._replaced(Config, found, "")
+        return self._replaced(Config, settings, "")
 
     def _replaced(self, kind: Any, tree: Mapping[str, Any], where: str) -> dict[str, Any]:
         if isinstance(kind, type) and issubclass(kind, Tagged):
@@ -78,7 +78,7 @@ class FormerNames:
                 return {**tag, **self._replaced(config, {key: tree[key] for key in tree if key != "kind"}, where)}
         else:
             config = None
-        known = {item.name: item.type for item in dataclasses.fields(kind)}
+        types = {item.name: item.type for item in dataclasses.fields(kind)}
         names, values = renamed(kind), renamed_values(kind)
         for key, value in tree.items():
             name, place = names.get(key, key), f"{where}.{key}".lstrip(".")
@@ -86,12 +86,12 @@ class FormerNames:
                 self._note(place, f"{where}.{name}".lstrip("."))
             elif isinstance(value, str) and value in values.get(name, {}):
                 self._note(f"{place}={value}", f"{place}={values[name][value]}")
-        found = with_current_names(kind, tree, where)
-        for key, value in found.items():
-            inner = config if key == "config" and config is not None else known.get(key)
+        settings = with_current_names(kind, tree, where)
+        for key, value in settings.items():
+            inner = config if key == "config" and config is not None else types.get(key)
             if isinstance(inner, type) and dataclasses.is_dataclass(inner) and isinstance(value, Mapping):
-                found[key] = self._replaced(inner, value, f"{where}.{key}".lstrip("."))
-        return found
+                settings[key] = self._replaced(inner, value, f"{where}.{key}".lstrip("."))
+        return settings
 
     def _present(self, key: str, value: str, composed: Mapping[str, Any] | None) -> tuple[str, str]:
         """Return one override's current key and value."""
@@ -122,8 +122,8 @@ class FormerNames:
 
     def _configuration(self, section: type[Tagged], path: str, node: Any) -> type | None:
         """Return the configuration class of the chosen kind of a section; None for an unknown name."""
-        saved = node.get("kind") if isinstance(node, Mapping) else None
-        name = str(self._kinds.get(path) or saved or section.kind)
+        saved_kind = node.get("kind") if isinstance(node, Mapping) else None
+        name = str(self._kinds.get(path) or saved_kind or section.kind)
         if name not in section.kinds and not is_dotted(name):
             return None  # an unknown kind is reported where the section is built
         return section.kinds.configuration(name)

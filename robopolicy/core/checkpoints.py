@@ -143,9 +143,9 @@ class Checkpoint:
         if self._description is None:
             path = self.folder / "config.json"
             file = _identity(path)
-            if file is None and (what := described_path(self.folder)):
+            if file is None and (description := described_path(self.folder)):
                 raise CheckpointError(
-                    f"{self.folder} is {what}. A checkpoint is a folder with config.json and model.safetensors."
+                    f"{self.folder} is {description}. A checkpoint is a folder with config.json and model.safetensors."
                 )
             self._description = _described_in(read_text(path, limit=LARGEST_DESCRIPTION), path)
             self._file = file if file is not None and time.time_ns() - file[-1] > YOUNG else None

@@ -130,8 +130,8 @@ class EpisodeRows:
     def running(self) -> Array:
         """[B] bool: rows whose episode is still running."""
         arrays = self.arrays
-        ended = arrays["terminated"] | arrays["truncated"]
-        return ~(ended | arrays["horizon_end"]) if "horizon_end" in self._ends else ~ended
+        end_mask = arrays["terminated"] | arrays["truncated"]
+        return ~(end_mask | arrays["horizon_end"]) if "horizon_end" in self._ends else ~end_mask
 
     @property
     def running_index(self) -> slice | Array:

@@ -166,17 +166,21 @@ def extra_conflict(extra: str) -> str:
     from packaging.requirements import Requirement
 
     for text in importlib.metadata.requires("robopolicy") or ():
-        needed = Requirement(text)
-        if needed.marker is None or not needed.marker.evaluate({"extra": extra}) or needed.marker.evaluate():
+        requirement = Requirement(text)
+        if (
+            requirement.marker is None
+            or not requirement.marker.evaluate({"extra": extra})
+            or requirement.marker.evaluate()
+        ):
             continue
         try:
-            version = importlib.metadata.version(needed.name)
+            version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if not needed.specifier.contains(version, prereleases=True):
+        if not requirement.specifier.contains(version, prereleases=True):
             return (
-                f" {needed.name} {version} is installed, and {extra} works with {needed.name}{needed.specifier}: "
-                f"pip install 'robopolicy[{extra}]', in an environment of its own where another package needs that "
-                "version."
+                f" {requirement.name} {version} is installed, and {extra} works with "
+                f"{requirement.name}{requirement.specifier}: pip install 'robopolicy[{extra}]', in an environment of "
+                f"its own where another package needs that version."
             )
     return ""

@@ -55,11 +55,11 @@ def hub_name(text: str, kind: Kind) -> HubName | None:
     """Return the repository that `text` names, None for text that can only be a path; kind: what a name without
     `datasets/` means.
     """
-    found = _NAME.fullmatch(text)
-    if found is None or "--" in found[3] or ".." in found[3] or (found[2] and not found[1]):
+    match = _NAME.fullmatch(text)
+    if match is None or "--" in match[3] or ".." in match[3] or (match[2] and not match[1]):
         return None
-    named: dict[str | None, Kind] = {"datasets": "dataset", "models": "model"}
-    return HubName(found[3], named.get(found[2], kind), found[4], bool(found[1]))
+    kinds: dict[str | None, Kind] = {"datasets": "dataset", "models": "model"}
+    return HubName(match[3], kinds.get(match[2], kind), match[4], bool(match[1]))
 
 
 def local_folder(given: Path | str, kind: Kind) -> Path:
@@ -73,9 +73,9 @@ def local_folder(given: Path | str, kind: Kind) -> Path:
     name = hub_name(text, kind)
     if name is None:
         if text.startswith(PREFIX):
-            shown = re.sub("^hf:/+", "hf://", text)  # a path has one slash
+            hub_text = re.sub("^hf:/+", "hf://", text)  # a path has one slash
             raise ConfigError(
-                f"'{shown}' is not a name on the hub: write hf://USER/NAME, hf://datasets/USER/NAME, or one of them "
+                f"'{hub_text}' is not a name on the hub: write hf://USER/NAME, hf://datasets/USER/NAME, or one of them "
                 "with @REVISION."
             )
         return path
@@ -110,10 +110,12 @@ def download(name: HubName) -> Path:
                 raise
             return _cached(name, error)
         _require_safe(name, [file for file, _, _ in files])
-        missing = [size for file, size, cached in files if not cached and any(fnmatch(file, each) for each in allowed)]
-        _require_space(name, sum(missing))
-        if missing:
-            text = f"Downloading {name}: {len(missing)} files, {sum(missing) / 1e6:.1f} MB."
+        missing_sizes = [
+            size for file, size, cached in files if not cached and any(fnmatch(file, each) for each in allowed)
+        ]
+        _require_space(name, sum(missing_sizes))
+        if missing_sizes:
+            text = f"Downloading {name}: {len(missing_sizes)} files, {sum(missing_sizes) / 1e6:.1f} MB."
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         return _snapshot(name)
 
@@ -138,8 +140,8 @@ def _files(name: HubName) -> list[tuple[str, int, bool]]:
 
 def _require_safe(name: HubName, files: list[str]) -> None:
     """Raise ConfigError unless the repository contains weights as safetensors, or data as parquet."""
-    wanted = ".safetensors" if name.kind == "model" else ".parquet"
-    if any(file.endswith(wanted) for file in files):
+    suffix = ".safetensors" if name.kind == "model" else ".parquet"
+    if any(file.endswith(suffix) for file in files):
         return
     pickled = [file for file in files if file.endswith(PICKLED)]
     if pickled:
@@ -148,8 +150,10 @@ def _require_safe(name: HubName, files: list[str]) -> None:
             "read: they are never downloaded. Ask its author for safetensors, or convert it at "
             "https://huggingface.co/spaces/safetensors/convert."
         )
-    what = "weights as safetensors" if name.kind == "model" else "data as parquet, which a LeRobotDataset has"
-    raise ConfigError(f"{name} contains no {what}: is it the repository that you meant?")
+    required_content = (
+        "weights as safetensors" if name.kind == "model" else "data as parquet, which a LeRobotDataset has"
+    )
+    raise ConfigError(f"{name} contains no {required_content}: is it the repository that you meant?")
 
 
 def _require_space(name: HubName, needed: int) -> None:
@@ -170,20 +174,22 @@ def _cached(name: HubName, reason: Exception) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        found = _snapshot(name, local_files_only=True)
+        folder = _snapshot(name, local_files_only=True)
     except LocalEntryNotFoundError as error:
         offline = isinstance(reason, OfflineModeIsEnabled)
-        why = "HF_HUB_OFFLINE is set" if offline else f"{endpoint()} cannot be reached ({in_one_line(reason, 80)})"
+        reason_text = (
+            "HF_HUB_OFFLINE is set" if offline else f"{endpoint()} cannot be reached ({in_one_line(reason, 80)})"
+        )
         way = "unset HF_HUB_OFFLINE" if offline else "connect to the network"
         local = "" if name.explicit else f"{name.repository} is not a local folder; "
         repo = f"{name.repository} --repo-type dataset" if name.kind == "dataset" else name.repository
         raise ConfigError(
-            f"{local}{name} cannot be downloaded: {why}, and its cache has no complete copy. Either {way}, or fetch it "
-            f"elsewhere with 'hf download {repo} --local-dir FOLDER' and name that folder."
+            f"{local}{name} cannot be downloaded: {reason_text}, and its cache has no complete copy. Either {way}, or "
+            f"fetch it elsewhere with 'hf download {repo} --local-dir FOLDER' and name that folder."
         ) from error
     if not isinstance(reason, OfflineModeIsEnabled):
-        _note(f"{endpoint()} cannot be reached: the copy of {name} in the cache is used, {found.name[:8]}.")
-    return found
+        _note(f"{endpoint()} cannot be reached: the copy of {name} in the cache is used, {folder.name[:8]}.")
+    return folder
 
 
 def _snapshot(name: HubName, local_files_only: bool = False) -> Path:
@@ -191,8 +197,8 @@ def _snapshot(name: HubName, local_files_only: bool = False) -> Path:
     from huggingface_hub import HfApi
 
     api: Any = HfApi()
-    chosen = {"repo_type": name.kind, "revision": name.revision, "allow_patterns": list(SAFE[name.kind])}
-    return Path(api.snapshot_download(name.repository, **chosen, local_files_only=local_files_only))
+    arguments = {"repo_type": name.kind, "revision": name.revision, "allow_patterns": list(SAFE[name.kind])}
+    return Path(api.snapshot_download(name.repository, **arguments, local_files_only=local_files_only))
 
 
 def is_unreachable(error: Exception) -> bool:
@@ -297,23 +303,23 @@ def repository_of(path: Path | str) -> HubName | None:
     """Return the repository, with the commit as revision, whose download lies at `path`; None for other folders."""
     parts = Path(path).parts
     for place, commit in zip(parts, parts[2:], strict=False):
-        found = _STORED.fullmatch(place)
-        if found and "snapshots" in parts:
-            kind: Kind = "model" if found[1] == "model" else "dataset"
-            return HubName(f"{found[2]}/{found[3]}", kind, commit, True)
+        match = _STORED.fullmatch(place)
+        if match and "snapshots" in parts:
+            kind: Kind = "model" if match[1] == "model" else "dataset"
+            return HubName(f"{match[2]}/{match[3]}", kind, commit, True)
     return None
 
 
 def blobs_of(folder: Path) -> Path | None:
     """Return where the files of a download lie, to which those in `folder` are links; None for other folders."""
-    stored = folder.parent.parent
-    return stored / "blobs" if folder.parent.name == "snapshots" and _STORED.fullmatch(stored.name) else None
+    repository = folder.parent.parent
+    return repository / "blobs" if folder.parent.name == "snapshots" and _STORED.fullmatch(repository.name) else None
 
 
 def files_to_upload(folder: Path, kind: Kind) -> tuple[list[Path], list[Path]]:
     """Return the files below `folder` that may be uploaded, and those that are left out, relative to it, sorted."""
-    found: Iterable[Path] = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    relative = [path.relative_to(folder) for path in found]
+    paths: Iterable[Path] = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    relative = [path.relative_to(folder) for path in paths]
     visible = [path for path in relative if not any(part.startswith(".") for part in path.parts)]
     safe = [path for path in visible if any(fnmatch(path.name, each) for each in SAFE[kind])]
     return safe, [path for path in relative if path not in safe]

@@ -149,8 +149,10 @@ def read_text(path: Path, failure: type[RobopolicyError] = CheckpointError, limi
             )
         return data.decode()
     except FileNotFoundError as error:
-        if what := described_path(path.parent):
-            raise failure(f"{path.parent} has no {path.name}: it is {what}. Is this the folder you meant?") from error
+        if description := described_path(path.parent):
+            raise failure(
+                f"{path.parent} has no {path.name}: it is {description}. Is this the folder you meant?"
+            ) from error
         raise failure(f"{path} does not exist. Check the path of the folder.") from error
     except NotADirectoryError as error:
         raise failure(

@@ -140,19 +140,20 @@ def current(kind: type, data: Mapping[str, Any], where: str = "") -> dict[str, A
 def with_current_names(kind: type, data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Return plain settings of `kind` under their current names and values; raises ConfigError as `current` does."""
     names, values = renamed(kind), renamed_values(kind)
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in data.items():
         name = names.get(key, key)
         if isinstance(value, str):
             value = values.get(name, {}).get(value, value)
-        if name in found and found[name] != value:
+        if name in settings and settings[name] != value:
             old = next(each for each in data if names.get(each) == name)
-            given = " and ".join(in_one_line(each, 40) for each in (found[name], value))
+            values_text = " and ".join(in_one_line(each, 40) for each in (settings[name], value))
             raise ConfigError(
-                f"'{_join(where, old)}' is now '{_join(where, name)}', and both are given ({given}): keep one of them."
+                f"'{_join(where, old)}' is now '{_join(where, name)}', and both are given ({values_text}): keep one of "
+                f"them."
             )
-        found[name] = value
-    return found
+        settings[name] = value
+    return settings
 
 
 def explanations(kind: type) -> dict[str, str]:

@@ -45,8 +45,8 @@ class Step:
     @property
     def ended(self) -> Array:
         """Rows [B] that need a reset before they can continue."""
-        ended = self.terminated | self.truncated
-        return ended if self.horizon_end is None else ended | self.horizon_end
+        end_mask = self.terminated | self.truncated
+        return end_mask if self.horizon_end is None else end_mask | self.horizon_end
 
     @property
     def reward(self) -> Array:

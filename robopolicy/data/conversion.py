@@ -212,21 +212,23 @@ class Conversion:
         return fields
 
     def _chosen(self) -> list[tuple[_Opened, int]]:
-        every = [(each, episode) for each in self.opened for episode in range(len(each.source.lengths))]
+        all_episodes = [(each, episode) for each in self.opened for episode in range(len(each.source.lengths))]
         paths = ", ".join(str(each.source.path) for each in self.opened[:3])
-        numbers = chosen_numbers(len(every), paths, "convert", self.config.episodes, self.config.exclude_episodes)
-        return [every[number] for number in numbers]
+        numbers = chosen_numbers(
+            len(all_episodes), paths, "convert", self.config.episodes, self.config.exclude_episodes
+        )
+        return [all_episodes[number] for number in numbers]
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         """Raise DataError unless every chosen episode has the rows and shapes that its source declares."""
-        cut = self.config.trim_start + self.config.trim_end
+        trimmed = self.config.trim_start + self.config.trim_end
         with progress("checking", len(self.chosen)) as advance:
             for entry, episode in self.chosen:
                 source, length = entry.source, entry.source.lengths[episode]
                 place = f"{source.path}: episode {episode}"
-                if length <= cut:
+                if length <= trimmed:
                     raise DataError(
                         f"{place} has {length} steps, of which none remain after convert.trim_start and "
                         "convert.trim_end."
@@ -300,8 +302,8 @@ class Conversion:
                 values[parts[0].key], f"{opened.source.path}: '{parts[0].key}' of episode {episode}"
             )
         rows = min(len(values[part.key]) for part in parts)
-        joined = [values[part.key][:rows].reshape(rows, -1)[:, part.first : part.last] for part in parts]
-        return np.concatenate(joined, axis=1).astype(np.float32)
+        vectors = [values[part.key][:rows].reshape(rows, -1)[:, part.first : part.last] for part in parts]
+        return np.concatenate(vectors, axis=1).astype(np.float32)
 
     def _joined(self, waiting: Sequence[Mapping[str, Any]]) -> Episodes:
         fields = self._fields(self.opened[0])
@@ -340,8 +342,8 @@ def sources_in(path: Path, kind: str = "") -> list[Path]:
         raise DataError(f"{path} does not exist: check the path of the source.")
     if kind or not path.is_dir() or format_of(path) is not None:
         return [path]
-    inside = sorted(item for item in path.iterdir() if item.suffix in (".hdf5", ".h5", ".npz", ".zarr", ".zip"))
-    return inside or [path]
+    dataset_files = sorted(item for item in path.iterdir() if item.suffix in (".hdf5", ".h5", ".npz", ".zarr", ".zip"))
+    return dataset_files or [path]
 
 
 def require_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None:

@@ -99,8 +99,8 @@ def short_shifts() -> list[Hypothesis]:
 
 def long_shifts() -> list[Hypothesis]:
     """Return time shifts by several steps."""
-    late = [shift(steps) for steps in range(3, LATEST + 1) for shift in (_actions_late, _observations_late)]
-    return [*late, *(_actions_early(steps) for steps in range(2, LATEST + 1))]
+    late_shifts = [shift(steps) for steps in range(3, LATEST + 1) for shift in (_actions_late, _observations_late)]
+    return [*late_shifts, *(_actions_early(steps) for steps in range(2, LATEST + 1))]
 
 
 def _actions_late(steps: int) -> Hypothesis:
@@ -356,10 +356,10 @@ def report(explanations: Sequence[Explanation], exactly: str, nearly: str) -> li
     """
     findings = []
     for explanation in explanations:
-        exact, several = explanation.score.exact, len(explanations) > 1
+        exact, are_several = explanation.score.exact, len(explanations) > 1
         text = " and ".join(item.text for item in explanation.breaks)
         likely = "" if exact else "most likely: " if explanation.score.error < 0.5 else "perhaps: "
-        either = f"one of {len(explanations)} explanations that fit this data equally: " if several else ""
+        either = f"one of {len(explanations)} explanations that fit this data equally: " if are_several else ""
         outcome = "after the fix " + (exactly if exact else nearly.format(error=explanation.score.error))
         remedies = " ".join(dict.fromkeys(item.remedy for item in explanation.breaks))
         for check in dict.fromkeys(item.check for item in explanation.breaks):

@@ -138,12 +138,12 @@ class _Run:
 
     def success(self) -> str:
         """Return a table of success rates, or of returns where no success is reported, "" without evaluations."""
-        found = self.evaluated()
-        if not found:
+        evaluations = self.evaluated()
+        if not evaluations:
             return ""
         lines = ["| policy | world | without exploration noise | with noise | episodes |", "|---|---|---|---|---|"]
         with reading(self.path or Path(), "Its result.json is damaged"):
-            for name, each in found.items():
+            for name, each in evaluations.items():
                 plain = each["deterministic"]
                 rates = " | ".join(_rate(each[mode]) for mode in MODES)
                 lines.append(f"| {name} | {plain['world']} | {rates} | {plain['episodes']} |")
@@ -153,8 +153,8 @@ class _Run:
         """Return the success of the resulting policy for the card's metadata, None if there is none."""
         from huggingface_hub import EvalResult
 
-        found = list(self.evaluated().values())
-        plain = found[-1]["deterministic"] if found else {}
+        evaluations = list(self.evaluated().values())
+        plain = evaluations[-1]["deterministic"] if evaluations else {}
         if not plain or not plain.get("reports_success", True):
             return None
         name = world or str(plain["world"])
@@ -171,8 +171,8 @@ class _Run:
     def named(self) -> list[HubName]:
         """Return the repositories whose downloads the run started from, in the order of its settings."""
         texts = re.findall(r"[^\s'\",\[\]]*(?:models|datasets)--[^\s'\",\[\]]+", self.settings)
-        found = [repository_of(text) for text in [*texts, str(self.result.get("base_checkpoint", ""))]]
-        return list({name.repository: name for name in found if name is not None}.values())
+        repositories = [repository_of(text) for text in [*texts, str(self.result.get("base_checkpoint", ""))]]
+        return list({name.repository: name for name in repositories if name is not None}.values())
 
     def origin(self) -> list[str]:
         """Return how the checkpoint was made, one sentence each: seed, base, steps, versions."""
@@ -199,14 +199,14 @@ class _Run:
 
     def unmeasured(self, world: str) -> list[str]:
         """Return what the evaluation does not tell, one sentence each."""
-        found = list(self.evaluated().values())
-        plain = found[-1]["deterministic"] if found else {}
-        place = f" Everything above was measured in `{plain.get('world', world)}`." if found else ""
+        evaluations = list(self.evaluated().values())
+        plain = evaluations[-1]["deterministic"] if evaluations else {}
+        place = f" Everything above was measured in `{plain.get('world', world)}`." if evaluations else ""
         lines = [f"A real robot.{place}"]
-        if not found:
+        if not evaluations:
             return ["Success: this checkpoint was not evaluated. `robopolicy evaluate` does it.", *lines]
         lines.append("Variation over training seeds: this is one run, and others may differ by several points.")
-        if len(found) < 2:
+        if len(evaluations) < 2:
             lines.append("The difference to a base policy on the same episodes.")
         if not plain.get("reports_success", True):
             lines.append("Success: the world reports none, so returns are given.")
@@ -217,23 +217,23 @@ class _Run:
 
 def _kind(description: Mapping[str, Any]) -> str:
     """Return the kind of a checkpoint in words, from its config.json: robopolicy's, or LeRobot's `type`."""
-    named = str(description.get("kind", description.get("type", ""))).rpartition("/")[2].rpartition(":")[2]
+    type_name = str(description.get("kind", description.get("type", ""))).rpartition("/")[2].rpartition(":")[2]
     inner = description.get("config")
     finer = str(inner.get("kind", "")) if isinstance(inner, Mapping) else ""
-    return finer or named
+    return finer or type_name
 
 
 def _summary(kind: str, verb: str, world: str) -> str:
     """Return the first sentence of a model's card."""
-    what = f"A world model ({kind})" if verb == "worldmodel" else f"A robot policy ({kind.replace('_', ' ')})"
-    made = {
+    subject = f"A world model ({kind})" if verb == "worldmodel" else f"A robot policy ({kind.replace('_', ' ')})"
+    phrases = {
         "train": "trained by imitation with",
         "finetune": "fine-tuned with RL by",
         "imagine": "fine-tuned in a world model by",
         "distill": "distilled by",
         "improve": "improved by",
     }
-    return f"{what}{f' for `{world}`' if world else ''}, {made.get(verb, 'saved by')} robopolicy."
+    return f"{subject}{f' for `{world}`' if world else ''}, {phrases.get(verb, 'saved by')} robopolicy."
 
 
 def _items(lines: Sequence[str]) -> str:
@@ -254,8 +254,8 @@ def _world(checkpoint: Path, files: _Run) -> str:
         origin = None
     if origin is not None:
         return origin.name
-    found = list(files.evaluated().values())
-    return str(found[-1]["deterministic"].get("world", "")) if found else ""
+    evaluations = list(files.evaluated().values())
+    return str(evaluations[-1]["deterministic"].get("world", "")) if evaluations else ""
 
 
 def _tag(name: str) -> str:

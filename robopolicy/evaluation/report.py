@@ -310,9 +310,9 @@ def _add_pipeline(report: Report, result: Mapping[str, Any]) -> None:
 
 def _add_improvement(report: Report, improvement: Mapping[str, Any], address: Callable[[Path], str]) -> None:
     """Add the policy that `improve` chose, the costs of its stages, and what its measurements cannot show."""
-    which = "the improved policy" if improvement["improved"] else "the base policy"
+    policy_name = "the improved policy" if improvement["improved"] else "the base policy"
     rows = [["checkpoint", improvement["policy"]], ["command that serves it", improvement["serve"]]]
-    choice = Section(f"Chosen: {which}", improvement["reason"], header=("", ""), rows=rows)
+    choice = Section(f"Chosen: {policy_name}", improvement["reason"], header=("", ""), rows=rows)
     report.sections.insert(0, choice)
     for stage in improvement["stages"]:
         path = Path(stage["folder"])
@@ -334,8 +334,8 @@ def _add_improvement(report: Report, improvement: Mapping[str, Any], address: Ca
     report.sections.append(Section("What this could not tell", header=("not measured",), rows=limits))
     report.next_steps = list(improvement["next_steps"])
     commands = "\n\n".join(stage["command"] for stage in improvement["stages"])
-    found = "\n".join(f"{what}: {text}" for what, text in improvement["found"].items())
-    report.details["plan"] = "\n\n".join((found, "\n".join(improvement["plan"]), commands))
+    summary = "\n".join(f"{label}: {text}" for label, text in improvement["found"].items())
+    report.details["plan"] = "\n\n".join((summary, "\n".join(improvement["plan"]), commands))
 
 
 def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate | None) -> None:

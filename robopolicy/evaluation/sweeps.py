@@ -83,8 +83,8 @@ def metric_of(runs: Sequence[SweptRun], chosen: str = "") -> str:
     if chosen or not results:
         return chosen
     if all(_evaluation(result) is not None for result in results):
-        found = [_evaluation(result) for result in results]
-        return SUCCESS if all(each is not None and each.reports_success for each in found) else RETURN
+        evaluations = [_evaluation(result) for result in results]
+        return SUCCESS if all(each is not None and each.reports_success for each in evaluations) else RETURN
     return next((name for name in USUAL if all(_entry(result, name) is not None for result in results)), "")
 
 
@@ -92,20 +92,20 @@ def value_of(result: Mapping[str, Any], metric: str) -> float | None:
     """Return the value of a metric in result.json, None if it is missing or no number."""
     if metric not in (SUCCESS, RETURN):
         return _entry(result, metric)
-    found = _evaluation(result)
-    if found is None:
+    evaluation = _evaluation(result)
+    if evaluation is None:
         return None
-    return found.success_rate if metric == SUCCESS else float(found.returns.mean())
+    return evaluation.success_rate if metric == SUCCESS else float(evaluation.returns.mean())
 
 
 def numbers_in(result: Mapping[str, Any], place: str = "") -> Iterator[str]:
     """Yield the path of every number in result.json, except those of single episodes."""
     for key, value in result.items():
-        where = f"{place}.{key}".lstrip(".")
+        path = f"{place}.{key}".lstrip(".")
         if isinstance(value, Mapping):
-            yield from numbers_in(value, where)
+            yield from numbers_in(value, path)
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield where
+            yield path
 
 
 def summaries(runs: Sequence[SweptRun], metric: str) -> list[Summary]:
@@ -156,8 +156,8 @@ def table(found: Sequence[Summary], metric: str) -> tuple[list[str], list[list[s
         ]
         for each in found
     ]
-    kept = [column for column in range(len(header)) if any(row[column] for row in rows)]
-    return [header[column] for column in kept], [[row[column] for column in kept] for row in rows]
+    columns = [column for column in range(len(header)) if any(row[column] for row in rows)]
+    return [header[column] for column in columns], [[row[column] for column in columns] for row in rows]
 
 
 def run_rows(runs: Sequence[SweptRun], metric: str) -> list[list[str]]:
@@ -191,14 +191,16 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def sweep_report(title: str, subtitle: str, runs: Sequence[SweptRun], metric: str, command: str) -> Report:
     """Return the page of a sweep: plot, table of settings, table of runs."""
-    found = summaries(runs, metric)
+    setting_summaries = summaries(runs, metric)
     report = Report(title=title, subtitle=subtitle)
     done = sum(run.state == FINISHED for run in runs)
     report.cards.append(Card("runs finished", f"{done} of {len(runs)}"))
-    header, rows = table(found, metric)
-    if any(each.values for each in found):
-        values = {each.setting or "(as given)": list(each.values.values()) for each in found}
-        intervals = {each.setting or "(as given)": each.interval for each in found if each.interval is not None}
+    header, rows = table(setting_summaries, metric)
+    if any(each.values for each in setting_summaries):
+        values = {each.setting or "(as given)": list(each.values.values()) for each in setting_summaries}
+        intervals = {
+            each.setting or "(as given)": each.interval for each in setting_summaries if each.interval is not None
+        }
         svg = swept_settings(values, intervals, metric)
         caption = "Circles are seeds, diamonds their means, bars the pooled 95 % interval."
         report.sections.append(Section("Settings", caption, svg=svg))
@@ -212,28 +214,32 @@ def sweep_report(title: str, subtitle: str, runs: Sequence[SweptRun], metric: st
 
 def _evaluation(result: Mapping[str, Any]) -> EvaluationResult | None:
     """Return the evaluation, without exploration noise, of the policy that a run ended with, None without one."""
-    named = {**{name: result[name] for name in JUDGED if name in result}, **result.get("verdicts", {})}
-    found = next(iter(named.values()), None)
-    if not isinstance(found, Mapping) or "per_episode" not in found.get("deterministic", {}):
+    policies = {**{name: result[name] for name in JUDGED if name in result}, **result.get("verdicts", {})}
+    policy = next(iter(policies.values()), None)
+    if not isinstance(policy, Mapping) or "per_episode" not in policy.get("deterministic", {}):
         return None
-    return EvaluationResult.from_json(found["deterministic"])
+    return EvaluationResult.from_json(policy["deterministic"])
 
 
 def _entry(result: Mapping[str, Any], path: str) -> float | None:
-    found: Any = result
+    entry: Any = result
     for part in path.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+        entry = entry.get(part) if isinstance(entry, Mapping) else None
+    return float(entry) if isinstance(entry, int | float) and not isinstance(entry, bool) else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
+    numbers = [value for value in values if value is not None]
+    return float(np.mean(numbers)) if numbers else None
 
 
 def _pooled(results: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
-    found = [each for result in results if (each := _evaluation(result)) is not None]
-    return wilson(sum(each.successes for each in found), sum(each.episodes for each in found)) if found else None
+    evaluations = [each for result in results if (each := _evaluation(result)) is not None]
+    return (
+        wilson(sum(each.successes for each in evaluations), sum(each.episodes for each in evaluations))
+        if evaluations
+        else None
+    )
 
 
 def _paired(

@@ -102,11 +102,11 @@ class Following:
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Send the metrics of one line of metrics.jsonl, unless they were sent before."""
-        known = mark(record)
-        axis, step, _ = known
+        point = mark(record)
+        axis, step, _ = point
         self._last = max(self._last, step)
-        if self._sent[known] > 0:
-            self._sent[known] -= 1
+        if self._sent[point] > 0:
+            self._sent[point] -= 1
             return
         self._log({name: value for name, value in record.items() if name != axis}, axis or "run", step)
 

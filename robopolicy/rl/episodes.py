@@ -513,9 +513,9 @@ class EpisodePlayer:
         filled = position >= 0
 
         def gather(tensor: Tensor) -> Tensor:
-            gathered = tensor[position.clamp(min=0)]
+            values = tensor[position.clamp(min=0)]
             return torch.where(
-                filled.reshape(*filled.shape, *[1] * (tensor.dim() - 1)), gathered, torch.zeros_like(gathered)
+                filled.reshape(*filled.shape, *[1] * (tensor.dim() - 1)), values, torch.zeros_like(values)
             )
 
         padded = _tree(gather, flat)

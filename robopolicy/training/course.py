@@ -114,9 +114,9 @@ class Course:
 
     def tree(self) -> dict[str, Any]:
         """Return the mutable state, for a checkpoint."""
-        ended = None if self.ended is None else self.ended.value
+        end = None if self.ended is None else self.ended.value
         names = ("best", "last", "gap", "stale", "leash")
-        return {**{name: getattr(self, name) for name in names}, "ended": ended}
+        return {**{name: getattr(self, name) for name in names}, "ended": end}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore the state from `tree`."""

@@ -215,8 +215,8 @@ class _Fit:
         if tree is None:  # killed before its first checkpoint, a run begins anew, and so do its metrics
             self.run_folder.rewind("step", 0)
             return
-        saved = current(type(self.config), tree["config"], "fit")
-        require_same_config(saved, to_plain(self.config), may_change=("log_every", "checkpoint_every"))
+        saved_config = current(type(self.config), tree["config"], "fit")
+        require_same_config(saved_config, to_plain(self.config), may_change=("log_every", "checkpoint_every"))
         self.step, self.losses = tree["step"], tree["losses"]
         self.model.load_state_dict(tree["model"])
         for number, average in enumerate(self.average):

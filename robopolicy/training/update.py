@@ -253,21 +253,21 @@ class Learner:
             proximal = logp.detach().masked_scatter(alive[..., None], self.average.log_prob(observation, latents))
             batch = replace(batch, logp_proximal=batch.proximal.float().scatter(-1, step, proximal))
         # Detached: the gradient runs through logp in `policy_loss` alone, never through ratios.
-        scored = self._score(batch, logp.detach(), step, scores, context.share)
-        require_finite("the log-probability", torch.where(scored.mask, scored.logp, 0.0), where)
-        stats = self._diagnose(scored)
+        scored_batch = self._score(batch, logp.detach(), step, scores, context.share)
+        require_finite("the log-probability", torch.where(scored_batch.mask, scored_batch.logp, 0.0), where)
+        stats = self._diagnose(scored_batch)
         # Measured before the step, so it is of all steps so far; beyond twice the target the last one is undone too.
         if config.target_kl is not None and float(stats["kl"]) > config.target_kl:
             if float(stats["kl"]) > 2 * config.target_kl:
                 self._take_back()
             return stats, True
-        coefficient, extra = self.algorithm.coefficient(scored)
+        coefficient, extra = self.algorithm.coefficient(scored_batch)
         coefficient = coefficient * self._scale("rl")
-        weight = self.algorithm.weight(scored.mask, batch)
+        weight = self.algorithm.weight(scored_batch.mask, batch)
         inputs = AuxiliaryInputs(
             observation=observation,
             latents=latents,
-            mask=scored.mask[alive],
+            mask=scored_batch.mask[alive],
             scores=scores,
             policy=self.policy,
             base=self.base,

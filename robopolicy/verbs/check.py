@@ -118,9 +118,9 @@ def checker(config: Config, target: str) -> tuple[str, Callable[[], list[str]]]:
 
 def refuse_file(path: Path) -> None:
     """Raise an error that says what the file at `path` is, and how to use it, if there is one."""
-    if what := described_path(path):
+    if description := described_path(path):
         refuse_data(path)
-        raise ConfigError(f"{path} is {what}. {CHECKED}")
+        raise ConfigError(f"{path} is {description}. {CHECKED}")
 
 
 def refuse_data(path: Path) -> None:
@@ -128,10 +128,10 @@ def refuse_data(path: Path) -> None:
     places = [path] if path.is_dir() else path.absolute().parents  # a table or a video of a dataset
     dataset = next((folder for folder in places if is_dataset(folder)), None)
     if dataset is not None:
-        what = "is a LeRobotDataset" if dataset == path else f"belongs to the LeRobotDataset {dataset}"
-        raise ConfigError(f"{path} {what}: examine it with robopolicy doctor {shlex.quote(str(dataset))}")
-    if not (path / "config.json").is_file() and (said := what_it_is(path)):
-        raise DataError(said)
+        relation = "is a LeRobotDataset" if dataset == path else f"belongs to the LeRobotDataset {dataset}"
+        raise ConfigError(f"{path} {relation}: examine it with robopolicy doctor {shlex.quote(str(dataset))}")
+    if not (path / "config.json").is_file() and (hint := what_it_is(path)):
+        raise DataError(hint)
 
 
 def is_controller(found: Any) -> bool:

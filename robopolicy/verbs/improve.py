@@ -147,8 +147,8 @@ def plan_of(config: Config, root: Path) -> dict[str, Any]:
     }
     if section.data is not None:
         look_at_log(section.data, policy, plan)
-    planned = plan_simulator if config.world.name else plan_log
-    planned(config, root, policy, plan)
+    plan_stages = plan_simulator if config.world.name else plan_log
+    plan_stages(config, root, policy, plan)
     return plan
 
 
@@ -157,9 +157,9 @@ def look_at_log(data: Path, policy: Policy, plan: dict[str, Any]) -> None:
     information = read_information(data, renaming_of(policy))
     columns = information["features"]
     plan["labels"] = [name for name in ("reward", "success") if f"next.{name}" in columns]
-    what = " and ".join(plan["labels"]) or "neither reward nor success"
+    label_text = " and ".join(plan["labels"]) or "neither reward nor success"
     episodes, steps = information["total_episodes"], information["total_frames"]
-    plan["found"]["log"] = f"{data}: {episodes:,} episodes, {steps:,} steps, with {what}"
+    plan["found"]["log"] = f"{data}: {episodes:,} episodes, {steps:,} steps, with {label_text}"
 
 
 def plan_simulator(config: Config, root: Path, policy: Policy, plan: dict[str, Any]) -> None:
@@ -186,19 +186,19 @@ def plan_simulator(config: Config, root: Path, policy: Policy, plan: dict[str, A
             plan["reasons"].append("The recipe also imitates demonstrations, which data=DEMONSTRATIONS would add.")
     plan["reasons"].append(f"Settings: {'defaults' if recipe == 'none' else f'recipe={recipe}'}.")
     count = f"evaluate.episodes={section.episodes}"
-    tuned = stage("tuned", "finetune", tuning)
-    speed = speed_of_finetuning(tuned, config)
-    iterations = iterations_within(config, tuned, speed)
-    tuned = stage("tuned", "finetune", [*tuning, f"finetune.iterations={iterations}"])
+    tuned_stage = stage("tuned", "finetune", tuning)
+    speed = speed_of_finetuning(tuned_stage, config)
+    iterations = iterations_within(config, tuned_stage, speed)
+    tuned_stage = stage("tuned", "finetune", [*tuning, f"finetune.iterations={iterations}"])
     better = setting("evaluate.policy", root / "finetune" / "tuned" / str(config.run.seed) / "checkpoint")
     base = stage("base", "evaluate", [setting("evaluate.policy", path), count, "evaluate.videos=0"])
     both = stage("result", "evaluate", [better, setting("evaluate.base", path), count])
     plan["stages"] = [
         {**base, "seconds": 2 * section.episodes * speed["episode"]},
-        {**tuned, "seconds": seconds_of_finetuning(tuned, speed)},
+        {**tuned_stage, "seconds": seconds_of_finetuning(tuned_stage, speed)},
         {**both, "seconds": 4 * section.episodes * speed["episode"]},
     ]
-    target = composed(tuned).finetune.target_success
+    target = composed(tuned_stage).finetune.target_success
     early = "" if target is None else f"; it ends earlier at {target:.0%} success in validation"
     plan["estimate"] = (
         f"from one iteration of {speed['iteration']:.1f} s and {speed['episodes']} episodes of "
@@ -217,8 +217,8 @@ def plan_simulator(config: Config, root: Path, policy: Policy, plan: dict[str, A
 def plan_log(config: Config, root: Path, policy: Policy, plan: dict[str, Any]) -> None:
     """Plan offline improvement behind the gate; raises DataError when nothing in the log says what success is."""
     section, data = config.improve, str(config.improve.data)
-    paid = any(each.startswith("offline.reward=") for each in section.overrides)
-    if not (plan["labels"] or paid):
+    has_reward = any(each.startswith("offline.reward=") for each in section.overrides)
+    if not (plan["labels"] or has_reward):
         raise DataError(
             f"{data} records neither rewards (next.reward) nor success (next.success), so success is undefined. Set "
             "a simulator as well (world=NAME), or a function that returns the rewards of the recorded episodes: "
@@ -234,7 +234,7 @@ def plan_log(config: Config, root: Path, policy: Policy, plan: dict[str, Any]) -
     ]
     settings = [setting("offline.dataset", data), setting("offline.policy", section.policy), "gate.evaluators=[fqe]"]
     settings += ["world=demonstrations", setting("world.data", data), "offline.evaluate_episodes=0"]
-    if "reward" not in plan["labels"] and not paid:
+    if "reward" not in plan["labels"] and not has_reward:
         settings.append("offline.reward=success")
     if section.iterations:
         settings.append(f"offline.rounds={section.iterations}")
@@ -273,10 +273,10 @@ def recipe_of(config: Config, policy: Policy) -> str:
 def stage_of(config: Config, root: Path, name: str, verb: str, settings: Sequence[str]) -> dict[str, Any]:
     """Return a stage: its name, verb, and complete settings, in a run folder below `root`."""
     sections = declaration(verb).sections
-    own = [each for each in config.improve.overrides if each.partition("=")[0].split(".")[0] in sections]
+    stage_settings = [each for each in config.improve.overrides if each.partition("=")[0].split(".")[0] in sections]
     world = changes("world", config.world, WorldSection(name="")) if config.world.name else []
     run = changes("run", replace(config.run, root=root, name=name, overwrite=False), RunSection())
-    return {"name": name, "verb": verb, "settings": [*settings, *world, *run, *own]}
+    return {"name": name, "verb": verb, "settings": [*settings, *world, *run, *stage_settings]}
 
 
 def changes(section: str, values: object, defaults: object) -> list[str]:
@@ -288,8 +288,8 @@ def changes(section: str, values: object, defaults: object) -> list[str]:
             inner = {name: each for name, each in value.items() if name not in usual[key] or each != usual[key][name]}
             result += [setting(f"{section}.{key}.{name}", each) for name, each in inner.items()]
         elif value != usual[key]:
-            named = (section, key) == ("world", "name")  # which is read before hydra reads quotes
-            result.append(f"world={value}" if named else setting(f"{section}.{key}", value))
+            is_world_name = (section, key) == ("world", "name")  # which is read before hydra reads quotes
+            result.append(f"world={value}" if is_world_name else setting(f"{section}.{key}", value))
     return result
 
 
@@ -329,13 +329,13 @@ def speed_of_finetuning(stage: Mapping[str, Any], config: Config) -> dict[str, f
     last = folder[-1]
     iteration = last["seconds_collect"] + last["seconds_update"]
     modes = [result[name][mode] for name in ("base", "tuned") for mode in ("deterministic", "stochastic")]
-    played = sum(mode["seconds"] for mode in modes)
+    evaluation_seconds = sum(mode["seconds"] for mode in modes)
     count = sum(mode["episodes"] for mode in modes)
     return {
         "iteration": iteration,
-        "episode": played / count,
+        "episode": evaluation_seconds / count,
         "episodes": count,
-        "loading": max(seconds - iteration - played, 0.0),
+        "loading": max(seconds - iteration - evaluation_seconds, 0.0),
         "memory": memory_used(),
     }
 
@@ -400,7 +400,7 @@ def trial(
     with tempfile.TemporaryDirectory() as place, silence():
         settings = [*stage["settings"], *small, setting("run.root", place), "run.tracker="]
         configuration = composed({**stage, "settings": settings})
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             VERBS.load(stage["verb"])(configuration)
         except ConfigError as error:
@@ -408,7 +408,7 @@ def trial(
             if config is None or config.improve.recipe or recipe in ("", "recipe=none"):
                 raise
             raise ConfigError(f"{error} (The plan uses {recipe}; improve.recipe=none uses the defaults.)") from error
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         folder = RunFolder(run_path(configuration, stage["verb"]))
         return seconds, folder.metrics(), finished(folder) or {}
 
@@ -426,16 +426,16 @@ def silence() -> Iterator[None]:
 def memory_used() -> float:
     """Return the largest memory of this process so far in bytes, that of the GPU included."""
     unit = 1 if sys.platform == "darwin" else 1024
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return own + (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
+    process_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return process_memory + (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
 
 
 def show(plan: Mapping[str, Any]) -> None:
     """Print the plan."""
     say = partial(output.print, markup=False, soft_wrap=True)
     output.print(Rule("[bold]Plan", align="left"))
-    for what, text in plan["found"].items():
-        say(f"{what.capitalize()}: {text}.")
+    for label, text in plan["found"].items():
+        say(f"{label.capitalize()}: {text}.")
     for reason in plan["reasons"]:
         say(f"- {reason}")
     for number, stage in enumerate(plan["stages"], 1):
@@ -458,13 +458,15 @@ def run_stage(stage: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:
         output.print(f"{place.path} is done.")
         return result
     costs = costs_in(folder)
-    started, busy = time.perf_counter(), sum(os.times()[:4])
+    start_time, busy = time.perf_counter(), sum(os.times()[:4])
     try:
         VERBS.load(stage["verb"])(config)
     finally:
         earlier = costs.get(stage["name"], {"seconds": 0.0, "cpu_seconds": 0.0})
-        taken = {"seconds": time.perf_counter() - started, "cpu_seconds": sum(os.times()[:4]) - busy}
-        write_json(folder.path / COSTS, {**costs, stage["name"]: {key: earlier[key] + taken[key] for key in taken}})
+        stage_costs = {"seconds": time.perf_counter() - start_time, "cpu_seconds": sum(os.times()[:4]) - busy}
+        write_json(
+            folder.path / COSTS, {**costs, stage["name"]: {key: earlier[key] + stage_costs[key] for key in stage_costs}}
+        )
     return finished(place) or {}
 
 
@@ -487,8 +489,10 @@ def in_simulator(config: Config, plan: Mapping[str, Any], folder: RunFolder) -> 
     results["tuned"] = run_stage(tuning, folder)
     results["result"] = run_stage(last, folder)
     difference = results["result"]["difference"]
-    what = "return" if difference.get("of") == "return" else "success"
-    change = f"Difference in {what} on the same {difference['episodes']} initial states: {difference_text(difference)}"
+    quantity = "return" if difference.get("of") == "return" else "success"
+    change = (
+        f"Difference in {quantity} on the same {difference['episodes']} initial states: {difference_text(difference)}"
+    )
     better = difference["low"] > 0
     if not better:
         change += ". The interval does not lie above zero, so the base policy is kept"
@@ -503,9 +507,13 @@ def in_simulator(config: Config, plan: Mapping[str, Any], folder: RunFolder) -> 
 def again(config: Config, *settings: str) -> str:
     """Return the command of this run with other settings."""
     world = changes("world", config.world, WorldSection(name="")) if config.world.name else []
-    own = changes("improve", replace(config.improve, policy=None, data=None, iterations=0), ImprovementSection())
+    improve_settings = changes(
+        "improve", replace(config.improve, policy=None, data=None, iterations=0), ImprovementSection()
+    )
     data = [] if config.improve.data is None else [setting("data", config.improve.data)]
-    return shlex.join(["robopolicy", "improve", str(config.improve.policy), *world, *data, *own, *settings])
+    return shlex.join(
+        ["robopolicy", "improve", str(config.improve.policy), *world, *data, *improve_settings, *settings]
+    )
 
 
 def brief(verdict: Mapping[str, Any]) -> dict[str, Any]:
@@ -517,11 +525,13 @@ def brief(verdict: Mapping[str, Any]) -> dict[str, Any]:
 def remedies(config: Config) -> list[str]:
     """Return what to try where the base policy never succeeds."""
     policy, data = shlex.quote(str(config.improve.policy)), shlex.quote(str(config.improve.data or "DATASET"))
-    own = "policy.kind=lerobot policy.path" if foreign_format(config.improve.policy or Path()) else "train.policy"
+    policy_setting = (
+        "policy.kind=lerobot policy.path" if foreign_format(config.improve.policy or Path()) else "train.policy"
+    )
     world = config.world.name
     return [
         f"robopolicy doctor {data} doctor.policy={policy}   # data, policy and simulator: do units and rates agree?",
-        f"robopolicy train {data} {own}={policy} run.name=more   # more or better demonstrations",
+        f"robopolicy train {data} {policy_setting}={policy} run.name=more   # more or better demonstrations",
         f"robopolicy teach expert world={world} run.name=taught   # an expert labels the states that a policy reaches",
         "world.options.reward=package.module:function   # a dense reward, paid on the way to success",
     ]

@@ -47,8 +47,8 @@ class Upload:
 
     def sources(self) -> dict[str, Path]:
         """Return path in the repository -> local file, without the card."""
-        own = {path.as_posix(): self.folder / path for path in self.files if path.as_posix() != CARD}
-        return own | {path.name: path for path in self.films}
+        local_files = {path.as_posix(): self.folder / path for path in self.files if path.as_posix() != CARD}
+        return local_files | {path.name: path for path in self.films}
 
 
 def run(config: Config) -> int:
@@ -64,17 +64,17 @@ def run(config: Config) -> int:
             "'-', '_' and '.'."
         )
     name = HubName(name.repository, upload.kind, explicit=True)
-    card, written = card_of(upload, name)
+    card, is_generated = card_of(upload, name)
     if section.dry_run:
         write_atomic(upload.folder / CARD, card)
-        print_files(upload, written)
+        print_files(upload, is_generated)
         output.print(f"Card: {upload.folder / CARD}. Nothing was uploaded: unset push.dry_run to upload.")
         return 0
-    print_files(upload, written)
+    print_files(upload, is_generated)
     private = send(upload, name, card, section.private)
     page = f"{endpoint()}/{'datasets/' if name.kind == 'dataset' else ''}{name.repository}"
-    seen = "private: visible to you and your organisation" if private else "public: visible to everyone"
-    output.print(f"Uploaded to {page} ({seen}).", soft_wrap=True)
+    visibility = "private: visible to you and your organisation" if private else "public: visible to everyone"
+    output.print(f"Uploaded to {page} ({visibility}).", soft_wrap=True)
     use = "robopolicy train train.data=" if name.kind == "dataset" else "robopolicy evaluate "
     output.print(f"Use it: {use}{name}", soft_wrap=True)
     publish(config, {"repository": str(name), "page": page, "private": private, "files": sorted(upload.sources())})
@@ -98,9 +98,9 @@ def upload_of(path: Path) -> Upload:
         kind, folder = "model", checkpoint_in(folder)
         films = sorted(film for film in (run_folder.glob("*.mp4") if run_folder else ()) if film.is_file())
     files, left_out = files_to_upload(folder, kind)
-    wanted = ".safetensors" if kind == "model" else ".parquet"
-    if not any(file.suffix == wanted for file in files):
-        raise ConfigError(f"{folder} contains no {wanted} file, so there is nothing to upload: was its run finished?")
+    suffix = ".safetensors" if kind == "model" else ".parquet"
+    if not any(file.suffix == suffix for file in files):
+        raise ConfigError(f"{folder} contains no {suffix} file, so there is nothing to upload: was its run finished?")
     return Upload(folder, kind, run_folder, films, files, left_out)
 
 
@@ -114,10 +114,10 @@ def _inside(path: Path) -> tuple[Path, Path | None]:
     if (path / RESULT).is_file() and not (path / "config.json").exists():
         result = read_object(path / RESULT, DataError)
         evaluated, improved = result.get("policy"), result.get("improve")
-        named = evaluated.get("checkpoint") if isinstance(evaluated, dict) else None
-        named = improved.get("policy") if isinstance(improved, dict) else named
-        if named and Path(str(named)).is_dir():
-            return Path(str(named)), path
+        checkpoint = evaluated.get("checkpoint") if isinstance(evaluated, dict) else None
+        checkpoint = improved.get("policy") if isinstance(improved, dict) else checkpoint
+        if checkpoint and Path(str(checkpoint)).is_dir():
+            return Path(str(checkpoint)), path
         raise ConfigError(f"{path} is a run without a checkpoint or dataset: name the folder to upload.")
     above = path.absolute().parent
     return path, above if (above / RESULT).is_file() else None
@@ -125,9 +125,9 @@ def _inside(path: Path) -> tuple[Path, Path | None]:
 
 def card_of(upload: Upload, name: HubName) -> tuple[str, bool]:
     """Return the card, and whether it was written from the run: a README.md in the folder is used unchanged."""
-    own = upload.folder / CARD
-    if own.is_file():
-        return own.read_text(encoding="utf-8"), False
+    card_file = upload.folder / CARD
+    if card_file.is_file():
+        return card_file.read_text(encoding="utf-8"), False
     if upload.kind == "dataset":
         return dataset_card(upload.folder, name.repository, upload.run), True
     return model_card(upload.folder, name.repository, upload.run, [film.name for film in upload.films]), True
@@ -152,18 +152,18 @@ def send(upload: Upload, name: HubName, card: str, private: bool) -> bool:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi(library_name="robopolicy")
-    where: dict[str, Any] = {"repo_id": name.repository, "repo_type": name.kind}
+    repository: dict[str, Any] = {"repo_id": name.repository, "repo_type": name.kind}
     additions: list[Any] = [CommitOperationAdd(CARD, card.encode())]
     additions += [CommitOperationAdd(place, source) for place, source in upload.sources().items()]
     with hub_errors(name):
-        api.create_repo(**where, private=private, exist_ok=True)
-        before = api.list_repo_files(**where)
-        api.create_commit(**where, operations=additions, commit_message="Upload with robopolicy")
+        api.create_repo(**repository, private=private, exist_ok=True)
+        before = api.list_repo_files(**repository)
+        api.create_commit(**repository, operations=additions, commit_message="Upload with robopolicy")
         if upload.kind == "dataset":
             _tag_version(api, upload.folder, name)
-        info: Any = api.repo_info(**where)
-    sent = {addition.path_in_repo for addition in additions}
-    if stale := [file for file in before if file not in sent and not file.startswith(".git")]:
+        info: Any = api.repo_info(**repository)
+    sent_paths = {addition.path_in_repo for addition in additions}
+    if stale := [file for file in before if file not in sent_paths and not file.startswith(".git")]:
         more = ", ..." if len(stale) > 5 else ""
         output.print(
             f"The repository also contains {', '.join(stale[:5])}{more}, which this folder does not: delete what is "
@@ -179,7 +179,7 @@ def _tag_version(api: Any, folder: Path, name: HubName) -> None:
     from huggingface_hub.errors import HfHubHTTPError
 
     version = str(read_object(folder / "meta" / "info.json", DataError)["codebase_version"])
-    where: dict[str, Any] = {"repo_id": name.repository, "repo_type": name.kind, "tag": version}
+    tag: dict[str, Any] = {"repo_id": name.repository, "repo_type": name.kind, "tag": version}
     with suppress(HfHubHTTPError):
-        api.delete_tag(**where)
-    api.create_tag(**where)
+        api.delete_tag(**tag)
+    api.create_tag(**tag)

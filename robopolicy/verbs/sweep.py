@@ -84,10 +84,10 @@ class Planned:
 
     def is_finished(self) -> bool:
         """Whether its folder contains a result of exactly these settings."""
-        written = self.shown.folder / "config.yaml"
-        if self.config.run.overwrite or not (self.shown.folder / RESULT).exists() or not written.exists():
+        config_file = self.shown.folder / "config.yaml"
+        if self.config.run.overwrite or not (self.shown.folder / RESULT).exists() or not config_file.exists():
             return False
-        return written.read_text() == to_yaml(self.config, declaration(self.verb).sections)
+        return config_file.read_text() == to_yaml(self.config, declaration(self.verb).sections)
 
 
 def run(config: Config) -> int:
@@ -98,19 +98,19 @@ def run(config: Config) -> int:
     if Path(name).name != name or name in (".", ".."):
         raise ConfigError(f"sweep.name={name} is not a folder name: choose one without '/'.")
     folder = open_folder(first.config.run.root / "sweep" / name, way_out="name this sweep with sweep.name=NAME").path
-    shown = [each.shown for each in runs]
+    swept_runs = [each.shown for each in runs]
     try:
         for place, each in enumerate(runs):
             title = f"{place + 1} of {len(runs)}: {_described(each.shown)}"
             output.print(Rule(f"[bold]{title}", align="left"))
-            shown[place] = done(each)
-            _write(config, folder, first.verb, shown)
+            swept_runs[place] = done(each)
+            _write(config, folder, first.verb, swept_runs)
     except KeyboardInterrupt:
-        _write(config, folder, first.verb, shown)
+        _write(config, folder, first.verb, swept_runs)
         output.print(f"\nStopped. The table so far: {folder / 'table.md'}", soft_wrap=True)
         raise
-    _print(config, folder, first.verb, shown)
-    return int(any(each.state == FAILED for each in shown))
+    _print(config, folder, first.verb, swept_runs)
+    return int(any(each.state == FAILED for each in swept_runs))
 
 
 def planned(command: Sequence[str]) -> list[Planned]:
@@ -132,10 +132,10 @@ def planned(command: Sequence[str]) -> list[Planned]:
     for key in varied.keys() & {"run.name", "run.root", "run.inputs"}:
         raise ConfigError(f"{key} cannot be swept: the sweep names its runs by their settings.")
     combinations = itertools.product(*([(key, value) for value in values] for key, values in settings))
-    found = [_planned(verb, declared, list(each), list(varied)) for each in combinations]
-    if twice := [folder for folder, count in Counter(each.shown.folder for each in found).items() if count > 1]:
+    runs = [_planned(verb, declared, list(each), list(varied)) for each in combinations]
+    if twice := [folder for folder, count in Counter(each.shown.folder for each in runs).items() if count > 1]:
         raise ConfigError(f"Two combinations have the folder {twice[0]}: give each value once.")
-    return found
+    return runs
 
 
 def _parsed(given: list[str]) -> list[Override]:
@@ -166,13 +166,13 @@ def _planned(verb: str, declared: Verb, settings: list[tuple[str, str]], varied:
 
     composed = compose(typed, origin if declared.world_from else None, declared.sections)
     composed = with_downloads(composed, declared.sections)
-    chosen = {_short(key, varied): value for key, value in settings if key in varied and key != SEED}
-    if chosen:
-        usual, label = run_name(composed), "_".join(f"{key}-{_plain(value)}" for key, value in chosen.items())
-        named = {"name": f"{usual}-{label[:LONGEST_LABEL]}", "inputs": composed.run.inputs or usual}
-        typed += [f"run.{key}={value}" for key, value in named.items()]
-        composed = composed.replaced(run=replace(composed.run, **named))
-    setting = ", ".join(f"{key}={value}" for key, value in chosen.items())
+    swept_values = {_short(key, varied): value for key, value in settings if key in varied and key != SEED}
+    if swept_values:
+        usual, label = run_name(composed), "_".join(f"{key}-{_plain(value)}" for key, value in swept_values.items())
+        run_settings = {"name": f"{usual}-{label[:LONGEST_LABEL]}", "inputs": composed.run.inputs or usual}
+        typed += [f"run.{key}={value}" for key, value in run_settings.items()]
+        composed = composed.replaced(run=replace(composed.run, **run_settings))
+    setting = ", ".join(f"{key}={value}" for key, value in swept_values.items())
     return Planned(verb, typed, composed, SweptRun(setting, composed.run.seed, run_path(composed, verb)))
 
 
@@ -192,20 +192,20 @@ def done(each: Planned) -> SweptRun:
 
     Raises KeyboardInterrupt when it was interrupted.
     """
-    shown = each.shown
+    swept_run = each.shown
     if each.is_finished():
-        output.print(f"{shown.folder} is finished already.", soft_wrap=True)
+        output.print(f"{swept_run.folder} is finished already.", soft_wrap=True)
     else:
         command = [sys.executable, "-m", "robopolicy", each.verb, *each.settings]
-        status, said = _run(command)
+        status, error_output = _run(command)
         if status == INTERRUPTED:
             raise KeyboardInterrupt
         if status != 0:
-            return replace(shown, state=FAILED, reason=_reason(status, said))
+            return replace(swept_run, state=FAILED, reason=_reason(status, error_output))
     try:
-        return replace(shown, state=FINISHED, result=read_object(shown.folder / RESULT, DataError))
+        return replace(swept_run, state=FINISHED, result=read_object(swept_run.folder / RESULT, DataError))
     except RobopolicyError as error:
-        return replace(shown, state=FAILED, reason=str(error))
+        return replace(swept_run, state=FAILED, reason=str(error))
 
 
 def _run(command: list[str]) -> tuple[int, str]:
@@ -267,15 +267,15 @@ def _described(shown: SweptRun) -> str:
 
 
 def _command(config: Config) -> str:
-    own = [f"sweep.{key}={value}" for key in ("metric", "name") if (value := getattr(config.sweep, key))]
-    return shlex.join(["robopolicy", "sweep", *config.sweep.command, *own])
+    sweep_settings = [f"sweep.{key}={value}" for key in ("metric", "name") if (value := getattr(config.sweep, key))]
+    return shlex.join(["robopolicy", "sweep", *config.sweep.command, *sweep_settings])
 
 
 def _write(config: Config, folder: Path, verb: str, shown: list[SweptRun]) -> None:
     """Write table.md, table.json and report.html with what is there so far."""
     metric = metric_of(shown, config.sweep.metric)
-    found = summaries(shown, metric)
-    header, rows = table(found, metric)
+    setting_summaries = summaries(shown, metric)
+    header, rows = table(setting_summaries, metric)
     parts = (f"# Sweep of {verb}\n", f"`{_command(config)}`\n", markdown(header, rows))
     failed = [markdown(FAILURE_HEADER, failures(shown))] if failures(shown) else []
     write_atomic(folder / "table.md", "\n".join([*parts, markdown(RUN_HEADER, run_rows(shown, metric)), *failed]))
@@ -287,10 +287,10 @@ def _write(config: Config, folder: Path, verb: str, shown: list[SweptRun]) -> No
         }
         for each in shown
     ]
-    told = {"command": _command(config), "metric": metric, "versions": versions()}
-    told |= {"settings": [each.to_json() for each in found], "runs": runs}
-    write_json(folder / "table.json", told)
-    publish(config, told)
+    content = {"command": _command(config), "metric": metric, "versions": versions()}
+    content |= {"settings": [each.to_json() for each in setting_summaries], "runs": runs}
+    write_json(folder / "table.json", content)
+    publish(config, content)
     page = sweep_report(f"Sweep of {verb}", folder.name, shown, metric, _command(config))
     write_atomic(folder / "report.html", render(page))
 
@@ -301,9 +301,9 @@ def _print(config: Config, folder: Path, verb: str, shown: list[SweptRun]) -> No
     print_table(f"Sweep of {verb}", header, rows)
     results = [each.result for each in shown if each.state == FINISHED]
     if results and all(value_of(result, metric) is None for result in results):
-        known = ", ".join(list(numbers_in(results[0]))[:30])
-        what = f"no {metric}" if metric else "neither success nor return"
-        output.print(f"result.json contains {what}. Compare another entry with sweep.metric=NAME: {known}.")
-    for which, reason in failures(shown):
-        output.print(f"Failed: {which}: {reason}", markup=False, soft_wrap=True)
+        entries = ", ".join(list(numbers_in(results[0]))[:30])
+        problem = f"no {metric}" if metric else "neither success nor return"
+        output.print(f"result.json contains {problem}. Compare another entry with sweep.metric=NAME: {entries}.")
+    for run_label, reason in failures(shown):
+        output.print(f"Failed: {run_label}: {reason}", markup=False, soft_wrap=True)
     output.print(f"Table: {folder / 'table.md'}\nReport: {folder / 'report.html'}", soft_wrap=True)

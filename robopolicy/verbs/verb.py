@@ -106,17 +106,17 @@ def _literals(call: ast.Call, module: str) -> dict[str, Any]:
 def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
     """Turn positional words into the verb's target settings; keep `key=value` unchanged."""
     if verb.rest:
-        own = [argument for argument in arguments if argument.startswith((f"{name}.", "json="))]
-        rest = ",".join(_in_quotes(argument) for argument in arguments if argument not in own)
-        return [*own, f"{verb.rest}=[{rest}]"]
+        verb_settings = [argument for argument in arguments if argument.startswith((f"{name}.", "json="))]
+        rest = ",".join(_in_quotes(argument) for argument in arguments if argument not in verb_settings)
+        return [*verb_settings, f"{verb.rest}=[{rest}]"]
     result: list[str] = []
     targets = list(verb.targets)
     for argument in arguments:
         is_path = bool(targets) and _exists(argument)
         if "=" in argument and not is_path:
             key, _, value = argument.partition("=")
-            written = _quoted(value) if key in verb.short and _exists(value) else value
-            result.append(f"{verb.short.get(key, key)}={written}")
+            value_text = _quoted(value) if key in verb.short and _exists(value) else value
+            result.append(f"{verb.short.get(key, key)}={value_text}")
         elif argument.startswith("-"):
             raise ConfigError(
                 f"'{argument}' is not an option: write settings as key=value. See: robopolicy {name} --help"

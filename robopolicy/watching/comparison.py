@@ -50,14 +50,14 @@ class Compared:
             return None
         axis = axis_of(rows[0])
         pairs = [(figure(row.get(axis)), figure(row[metric])) for row in rows]
-        known = [(place, value) for place, value in pairs if place is not None and value is not None]
-        kept = known[:: max(1, len(known) // POINTS)]
-        return axis, [place for place, _ in kept], [value for _, value in kept]
+        points = [(place, value) for place, value in pairs if place is not None and value is not None]
+        sampled_points = points[:: max(1, len(points) // POINTS)]
+        return axis, [place for place, _ in sampled_points], [value for _, value in sampled_points]
 
     def judged(self) -> Mapping[str, Any] | None:
         """Return the last deterministic evaluation; None if there is none."""
-        found = [figures for label, figures in judged_in(self.result) if label.endswith(", deterministic")]
-        return found[-1] if found and "per_episode" in found[-1] else None
+        evaluations = [figures for label, figures in judged_in(self.result) if label.endswith(", deterministic")]
+        return evaluations[-1] if evaluations and "per_episode" in evaluations[-1] else None
 
 
 def figure(value: object) -> float | None:
@@ -78,9 +78,9 @@ def open_runs(runs: Sequence[Run]) -> list[Compared]:
 def names(runs: Sequence[Run]) -> list[str]:
     """Return labels of verb, name and seed without the parts that all runs share; identifiers if labels are equal."""
     parts = [(run.verb, run.name, run.seed) for run in runs]
-    kept = [index for index in range(3) if len({part[index] for part in parts}) > 1] or [1]
-    found = [" ".join(part[index] for index in kept) for part in parts]
-    return found if len(set(found)) == len(found) else [run.identifier for run in runs]
+    indices = [index for index in range(3) if len({part[index] for part in parts}) > 1] or [1]
+    labels = [" ".join(part[index] for index in indices) for part in parts]
+    return labels if len(set(labels)) == len(labels) else [run.identifier for run in runs]
 
 
 def _opened(name: str, run: Run) -> Compared:
@@ -96,48 +96,48 @@ def _opened(name: str, run: Run) -> Compared:
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return nested settings as {"section.key": shortened value}."""
-    found: dict[str, str] = {}
+    flat_settings: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
+            flat_settings |= flat(value, f"{prefix}{key}.")
         else:
             text = str(value)
-            found[f"{prefix}{key}"] = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-    return found
+            flat_settings[f"{prefix}{key}"] = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return flat_settings
 
 
 def metrics_of(runs: Sequence[Compared]) -> list[str]:
     """Return the names of all metrics that any of the runs logs."""
     skip = {*AXES, "learning_rate"}
-    found = {
+    metric_names = {
         name: None
         for run in runs
         for record in run.records
         for name, value in record.items()
         if figure(value) is not None and name not in skip and not name.endswith("_step")
     }
-    return sorted(found)
+    return sorted(metric_names)
 
 
 def default_metrics(known: Sequence[str]) -> list[str]:
     """Return the default metrics: success and RL diagnostics, else losses, else the first four."""
-    if chosen := [name for name in (SUCCESS, "success") if name in known][:1]:
-        return [*chosen, *(name for name in ("kl", "reward_per_decision", "value_loss") if name in known)]
+    if success_metric := [name for name in (SUCCESS, "success") if name in known][:1]:
+        return [*success_metric, *(name for name in ("kl", "reward_per_decision", "value_loss") if name in known)]
     return [name for name in LOSSES if name in known] or list(known[:4])
 
 
 def curves(runs: Sequence[Compared], metrics: Sequence[str]) -> str:
     """Draw one panel per metric, one colour per run; "" if no run has logged any of them."""
     panels = {metric: [(run, run.curve(metric)) for run in runs] for metric in metrics}
-    drawn = {metric: each for metric, each in panels.items() if any(curve for _, curve in each)}
-    if not drawn:
+    metric_curves = {metric: each for metric, each in panels.items() if any(curve for _, curve in each)}
+    if not metric_curves:
         return ""
-    columns = min(ACROSS, len(drawn))
-    down = -(-len(drawn) // columns)
+    columns = min(ACROSS, len(metric_curves))
+    down = -(-len(metric_curves) // columns)
     with drawing():
         plot = new_figure(4.6 * columns + 0.6 * (columns == 1), 2.9 * down + 0.3)
         grid = plot.subplots(down, columns, squeeze=False)
-        for axes, (metric, each) in zip(grid.flat, drawn.items(), strict=False):
+        for axes, (metric, each) in zip(grid.flat, metric_curves.items(), strict=False):
             for (run, curve), colour in zip(each, COLOURS * len(each), strict=False):
                 if curve is not None:
                     axis, places, values = curve
@@ -147,10 +147,10 @@ def curves(runs: Sequence[Compared], metrics: Sequence[str]) -> str:
             axes.set_title(metric.replace("_", " "), fontsize=10, loc="left")
             if metric.endswith("success"):
                 axes.set_ylim(-0.02, 1.02)
-        for axes in grid.flat[len(drawn) :]:
+        for axes in grid.flat[len(metric_curves) :]:
             axes.remove()
         if len(runs) > 1:
-            lines = [axes.get_legend_handles_labels() for axes in grid.flat[: len(drawn)]]
+            lines = [axes.get_legend_handles_labels() for axes in grid.flat[: len(metric_curves)]]
             labels = {
                 _plain(label): line for handles, texts in lines for line, label in zip(handles, texts, strict=True)
             }
@@ -186,24 +186,24 @@ def table(runs: Sequence[Compared]) -> Section:
 
 def difference(first: Compared, other: Compared) -> tuple[str, str]:
     """Return the paired difference in success to `first` and its p-value, or the reason why there is none."""
-    base, tuned = first.judged(), other.judged()
-    if base is None or tuned is None:
+    base, tuned_figures = first.judged(), other.judged()
+    if base is None or tuned_figures is None:
         return "not evaluated yet", ""
-    if base["world"] != tuned["world"]:
+    if base["world"] != tuned_figures["world"]:
         return "different worlds", ""
     try:
-        pair = [by_seed(figures, "success") for figures in (base, tuned)]
+        pair = [by_seed(figures, "success") for figures in (base, tuned_figures)]
         if pair[0].keys() != pair[1].keys():
             return "different seeds: not paired", ""
         compared, outcome = compare_paired, "success"
-        if not (base.get("reports_success", True) and tuned.get("reports_success", True)):
+        if not (base.get("reports_success", True) and tuned_figures.get("reports_success", True)):
             compared, outcome = compare_returns, "returns"
-        pair = [by_seed(figures, outcome) for figures in (base, tuned)]
+        pair = [by_seed(figures, outcome) for figures in (base, tuned_figures)]
         first_values, second_values = (np.array([each[seed] for seed in pair[0]]) for each in pair)
-        found = compared(first_values, second_values, base["confidence"]).to_json()
+        comparison = compared(first_values, second_values, base["confidence"]).to_json()
     except (RobopolicyError, ValueError, TypeError, KeyError) as error:
         return f"damaged: {in_one_line(error, 60)}", ""
-    return difference_text(found), f"{found['p_value']:.2g}" if "p_value" in found else ""
+    return difference_text(comparison), f"{comparison['p_value']:.2g}" if "p_value" in comparison else ""
 
 
 def by_seed(figures: Mapping[str, Any], name: str) -> dict[int, float]:

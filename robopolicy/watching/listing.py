@@ -78,8 +78,8 @@ class Listing:
 
     def runs(self) -> list[Run]:
         """Return all runs, most recently updated first."""
-        found = [self._run(name, path) for name, path in self._search().items()]
-        return sorted(found, key=lambda run: run.updated, reverse=True)
+        runs = [self._run(name, path) for name, path in self._search().items()]
+        return sorted(runs, key=lambda run: run.updated, reverse=True)
 
     def run(self, identifier: str) -> Run | None:
         """Return the run with this identifier, None if there is none. No other path is ever opened."""
@@ -88,62 +88,62 @@ class Listing:
 
     def _search(self) -> dict[str, Path]:
         if not self._folders or time.monotonic() - self._searched > AGAIN:
-            found: dict[str, Path] = {}
+            folders_of_runs: dict[str, Path] = {}
             for place, folders, files in os.walk(self.root):
                 path = Path(place)
                 depth = len(path.relative_to(self.root).parts)
-                kept = [name for name in sorted(folders) if name not in PARTS and not name.startswith(".")]
-                folders[:] = kept if depth < DEEPEST and len(found) < MOST else []
+                subfolders = [name for name in sorted(folders) if name not in PARTS and not name.startswith(".")]
+                folders[:] = subfolders if depth < DEEPEST and len(folders_of_runs) < MOST else []
                 if set(DESCRIPTION) <= set(files) or "report.json" in files or status_file(path).is_file():
                     identifier = path.relative_to(self.root).as_posix()
-                    found["" if identifier == "." else identifier] = path
-            self._folders = found
+                    folders_of_runs["" if identifier == "." else identifier] = path
+            self._folders = folders_of_runs
             self._searched = time.monotonic()
         return self._folders
 
     def _run(self, identifier: str, path: Path) -> Run:
         mark = signature(path)
-        known = self._known.get(identifier)
-        if known is None or known[0] != mark:
-            known = self._known[identifier] = (mark, read_run(identifier, path))
-        run, told = known[1], read_status(path)
-        return replace(run, state=state_of(path, told)) if run.state != "damaged" else run
+        entry = self._known.get(identifier)
+        if entry is None or entry[0] != mark:
+            entry = self._known[identifier] = (mark, read_run(identifier, path))
+        run, status = entry[1], read_status(path)
+        return replace(run, state=state_of(path, status)) if run.state != "damaged" else run
 
 
 def signature(path: Path) -> tuple[tuple[int, int], ...]:
     """Return modification times and sizes of the files of a run."""
-    found = []
+    parts = []
     for file in (*(path / name for name in READ), status_file(path)):
         try:
-            told = file.stat()
-            found.append((told.st_mtime_ns, told.st_size))
+            file_status = file.stat()
+            parts.append((file_status.st_mtime_ns, file_status.st_size))
         except OSError:
-            found.append((0, 0))
-    return tuple(found)
+            parts.append((0, 0))
+    return tuple(parts)
 
 
 def read_run(identifier: str, path: Path) -> Run:
     """Read the files of a run; a run with damaged files has the state "damaged"."""
-    told = read_status(path)
+    status = read_status(path)
     verb, name, seed = ("", "", *path.parts)[-3:]
     times = [time for time, _ in signature(path) if time]
     updated = max(times, default=0) / 1e9
-    run = Run(identifier, path, verb, name, seed, "", state_of(path, told), updated, updated)
+    run = Run(identifier, path, verb, name, seed, "", state_of(path, status), updated, updated)
     try:
         with reading(path):
             versions = read_object(path / DESCRIPTION[1]) if (path / DESCRIPTION[1]).exists() else {}
-            command = [str(word) for word in told.get("command", versions.get("command", ()))]
+            command = [str(word) for word in status.get("command", versions.get("command", ()))]
             described = path / DESCRIPTION[1]
-            began = float(told.get("began", described.stat().st_mtime if described.exists() else updated))
+            began = float(status.get("began", described.stat().st_mtime if described.exists() else updated))
             result = read_object(path / RESULT, DataError) if (path / RESULT).exists() else {}
             return replace(
                 run,
                 task=_task(path, command),
                 began=began,
-                reason=str(told.get("reason", "")),
+                reason=str(status.get("reason", "")),
                 outcome=outcome_of(result) if result else so_far(path),
-                phases=tuple(Phase(**phase) for phase in told.get("phases", ())),
-                notes=tuple(str(note) for note in told.get("notes", ())),
+                phases=tuple(Phase(**phase) for phase in status.get("phases", ())),
+                notes=tuple(str(note) for note in status.get("notes", ())),
                 command=" ".join(("robopolicy", *command[1:])) if command else "",
             )
     except RobopolicyError as error:
@@ -153,8 +153,8 @@ def read_run(identifier: str, path: Path) -> Run:
 def _task(path: Path, command: list[str]) -> str:
     """Return the recipe named in `command`, else the world in config.yaml."""
     for word in command:
-        if found := re.fullmatch(r"\w*\.?recipe=(.+)", word):
-            return found[1]
+        if match := re.fullmatch(r"\w*\.?recipe=(.+)", word):
+            return match[1]
     config = read_yaml(path / DESCRIPTION[0]) if (path / DESCRIPTION[0]).exists() else {}
     world = config.get("world", {})
     return str(world.get("simulator") or world.get("name") or "") if isinstance(world, Mapping) else ""
@@ -164,11 +164,11 @@ def outcome_of(result: Mapping[str, Any]) -> Outcome | None:
     """Return the last evaluation in a result; None if there is none."""
     if isinstance(result.get("finetune"), Mapping):  # of a demo
         return outcome_of(result["finetune"])
-    judged = [(label, figures) for label, figures in judged_in(result) if label.endswith(", deterministic")]
+    evaluations = [(label, figures) for label, figures in judged_in(result) if label.endswith(", deterministic")]
     stages = result.get("stages", {})
-    judged += [(name, told["policy"]["deterministic"]) for name, told in stages.items() if "policy" in told]
-    if judged:
-        label, figures = judged[-1]
+    evaluations += [(name, stage["policy"]["deterministic"]) for name, stage in stages.items() if "policy" in stage]
+    if evaluations:
+        label, figures = evaluations[-1]
         return _outcome(label.removesuffix(", deterministic"), figures)
     if isinstance(result.get("success_rate"), float) and isinstance(result.get("episodes"), int):  # of demonstrations
         rate, episodes = result["success_rate"], result["episodes"]

@@ -70,15 +70,15 @@ class Pages:
         """Return a comparison of runs, with curves of the metrics `chosen` or of the default ones."""
 
         def draw() -> tuple[list[Section], list[str], list[str], list[str]]:
-            opened = open_runs(runs)
-            known = metrics_of(opened)
-            metrics = [name for name in chosen if name in known] or default_metrics(known)
-            return _sections(opened, metrics), known, metrics, [each.name for each in opened]
+            compared_runs = open_runs(runs)
+            logged_metrics = metrics_of(compared_runs)
+            metrics = [name for name in chosen if name in logged_metrics] or default_metrics(logged_metrics)
+            return _sections(compared_runs, metrics), logged_metrics, metrics, [each.name for each in compared_runs]
 
         identifiers = [run.identifier for run in runs]
         mark = tuple((signature(run.path)[:-1], run.state) for run in runs)
-        sections, known, metrics, names = self._kept(("compare", *identifiers, "", *chosen), mark, draw)
-        chips = [(name, _toggled(identifiers, metrics, name), name in metrics) for name in known]
+        sections, metric_names, metrics, names = self._kept(("compare", *identifiers, "", *chosen), mark, draw)
+        chips = [(name, _toggled(identifiers, metrics, name), name in metrics) for name in metric_names]
         heading = "Runs compared" if len(runs) > 1 else f"Metrics of {runs[0].title}"
         links = [(name, run_address(run)) for name, run in zip(names, runs, strict=True)]
         return self._render("compare.html.jinja", heading=heading, links=links, sections=sections, chips=chips)
@@ -90,14 +90,14 @@ class Pages:
 
     def _kept(self, key: Hashable, mark: Hashable, draw: Callable[[], Any]) -> Any:
         """Return the cached result for `key`; call `draw` again if `mark` has changed and enough time has passed."""
-        known = self._drawn.get(key)
+        entry = self._drawn.get(key)
         now = time.monotonic()
-        if known is None or (known[0] != mark and now - known[1] > min(SHARE * known[2], LONGEST_WAIT)):
-            made = draw()
+        if entry is None or (entry[0] != mark and now - entry[1] > min(SHARE * entry[2], LONGEST_WAIT)):
+            page = draw()
             if len(self._drawn) > 100:
                 self._drawn.clear()
-            known = self._drawn[key] = (mark, time.monotonic(), time.monotonic() - now, made)
-        return known[3]
+            entry = self._drawn[key] = (mark, time.monotonic(), time.monotonic() - now, page)
+        return entry[3]
 
     def _shown(self, run: Run) -> dict[str, Any]:
         phases = [_phase(phase) for phase in run.phases] if run.state == "running" else []
@@ -119,15 +119,17 @@ class Pages:
 
 def _sections(runs: Sequence[Compared], metrics: Sequence[str]) -> list[Section]:
     sections = [table(runs)] if len(runs) > 1 else []
-    if drawn := curves(runs, metrics):
-        sections.append(Section("Curves", svg=drawn))
+    if svg := curves(runs, metrics):
+        sections.append(Section("Curves", svg=svg))
     return [*sections, settings(runs)] if len(runs) > 1 else sections
 
 
 def _toggled(identifiers: Sequence[str], metrics: Sequence[str], name: str) -> str:
     """Return the URL of a comparison with the metric `name` added or removed."""
-    changed = [each for each in metrics if each != name] if name in metrics else [*metrics, name]
-    return "/compare?" + urlencode([*(("run", each) for each in identifiers), *(("metric", each) for each in changed)])
+    metric_list = [each for each in metrics if each != name] if name in metrics else [*metrics, name]
+    return "/compare?" + urlencode(
+        [*(("run", each) for each in identifiers), *(("metric", each) for each in metric_list)]
+    )
 
 
 def run_address(run: Run) -> str:
@@ -136,28 +138,28 @@ def run_address(run: Run) -> str:
 
 
 def _phase(phase: Phase) -> dict[str, Any]:
-    left = phase.left(time.time()) if phase.done < phase.total else None
+    seconds_left = phase.left(time.time()) if phase.done < phase.total else None
     share = min(1.0, phase.done / phase.total) if phase.total else 0.0
     return {
         "label": phase.label,
         "note": phase.note,
         "percent": f"{100 * share:.0f}",
         "counted": f"{phase.done:,} of {phase.total:,}",
-        "left": "" if left is None else f"about {duration(left)} left",
+        "left": "" if seconds_left is None else f"about {duration(seconds_left)} left",
     }
 
 
 def duration(seconds: float) -> str:
     """Format a duration, such as 2 min 5 s."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    whole_seconds = round(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds} s"
+    if whole_seconds < 3600:
+        return f"{whole_seconds // 60} min {whole_seconds % 60} s"
+    return f"{whole_seconds // 3600} h {whole_seconds % 3600 // 60} min"
 
 
 def moment(when: float) -> str:
     """Format a time: 13:45:02 for today, else 2026-11-28 13:45."""
-    found = datetime.fromtimestamp(when)
-    return f"{found:%H:%M:%S}" if found.date() == datetime.now().date() else f"{found:%Y-%m-%d %H:%M}"
+    moment_time = datetime.fromtimestamp(when)
+    return f"{moment_time:%H:%M:%S}" if moment_time.date() == datetime.now().date() else f"{moment_time:%Y-%m-%d %H:%M}"

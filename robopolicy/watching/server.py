@@ -76,8 +76,8 @@ class Site:
 
     async def comparison(self, request: web.Request) -> web.StreamResponse:
         """Respond with a comparison of the requested runs."""
-        asked = dict.fromkeys(request.query.getall("run", []))
-        runs = [await self._known(identifier) for identifier in list(asked)[:MOST_COMPARED]]
+        identifiers = dict.fromkeys(request.query.getall("run", []))
+        runs = [await self._known(identifier) for identifier in list(identifiers)[:MOST_COMPARED]]
         if not runs:
             raise web.HTTPFound("/")
         return await self._page(lambda: self.pages.comparison(runs, request.query.getall("metric", [])))
@@ -135,15 +135,15 @@ def host_name(header: str) -> str:
 
 def listening(port: int) -> socket.socket:
     """Return a socket bound to loopback. Raises ConfigError if the port is in use."""
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server_socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((HOST, port))
+        server_socket.bind((HOST, port))
     except OSError as error:
-        found.close()
-        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
-        raise ConfigError(f"Port {port} {why}: choose another, or any free one with watch.port=0.") from error
-    return found
+        server_socket.close()
+        problem = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
+        raise ConfigError(f"Port {port} {problem}: choose another, or any free one with watch.port=0.") from error
+    return server_socket
 
 
 def serve(root: Path, port: int, say: Callable[[str], None]) -> None:

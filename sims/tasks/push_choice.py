@@ -36,10 +36,10 @@ def start(uniforms: np.ndarray) -> Start:
     uniforms: [R, 14] -> qpos [R, 8] (x, y in m and yaw in rad of each cube, x, y of the pusher), goal [R, 4] m (left
     x, y, right x, y), activation [R, 2] m, instruction [R].
     """
-    left = np.stack([scale(uniforms[:, 0], -0.13, -0.08), scale(uniforms[:, 1], -0.08, 0.0)], axis=-1)
+    left_start = np.stack([scale(uniforms[:, 0], -0.13, -0.08), scale(uniforms[:, 1], -0.08, 0.0)], axis=-1)
     right = np.stack([scale(uniforms[:, 2], 0.08, 0.13), scale(uniforms[:, 3], -0.08, 0.0)], axis=-1)
     swapped = uniforms[:, 4:5] < 0.5
-    red, blue = np.where(swapped, right, left), np.where(swapped, left, right)
+    red, blue = np.where(swapped, right, left_start), np.where(swapped, left_start, right)
     yaw = scale(uniforms[:, 5:7], -0.4, 0.4)
     goals = scale(uniforms[:, 7:11], (-0.20, 0.12, 0.12, 0.12), (-0.12, 0.20, 0.20, 0.20))
     pusher = scale(uniforms[:, 11:13], (-0.15, -0.24), (0.15, -0.18))
@@ -62,14 +62,14 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
     goals = readings.goal
     red = readings.qpos[..., 0:2]
     blue = readings.qpos[..., 3:5]
-    left = goals[..., 0:2]
+    left_goal = goals[..., 0:2]
     right = goals[..., 2:4]
     environment = []
     for cube, first in ((red, 0), (blue, 3)):
         yaw = readings.qpos[..., first + 2 : first + 3]
         environment += [cube, np.cos(yaw), np.sin(yaw), velocity[..., first : first + 3]]
     environment += [goals, red - pusher, blue - pusher]
-    environment += [goal - cube for cube in (red, blue) for goal in (left, right)]
+    environment += [goal - cube for cube in (red, blue) for goal in (left_goal, right)]
     state = [pusher, velocity[..., 6:8], readings.activation - pusher]
     return {STATE: np.concatenate(state, axis=-1), ENVIRONMENT_STATE: np.concatenate(environment, axis=-1)}
 

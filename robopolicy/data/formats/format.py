@@ -133,8 +133,8 @@ def what_it_is(path: Path) -> str:
 
 def command(path: Path, source: Source | None = None) -> str:
     """Return the command that converts `path` to a new folder next to it."""
-    plain = path.name.removesuffix(".zip").removesuffix(path.suffix if path.suffix != ".zip" else "")
-    name = plain.rsplit(".", 1)[0] if plain.endswith((".zarr", ".hdf5", ".h5", ".npz")) else plain
+    stem = path.name.removesuffix(".zip").removesuffix(path.suffix if path.suffix != ".zip" else "")
+    name = stem.rsplit(".", 1)[0] if stem.endswith((".zarr", ".hdf5", ".h5", ".npz")) else stem
     target = path.with_name(f"{name}_v3")
     rate = "" if source is None or source.fps else f" convert.fps={source.usual_fps:g}"
     return f"robopolicy convert {shlex.quote(str(path))} {shlex.quote(str(target))}{rate}"

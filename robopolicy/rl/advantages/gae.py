@@ -121,10 +121,10 @@ def finished_returns(rollouts: Rollouts, rewards: Tensor, discount: Tensor) -> t
     returns: list[Tensor] = []
     finished: list[Tensor] = []
     for column in reversed(range(rewards.shape[1])):
-        ended = rollouts.ended[:, column]
-        # `ended` of this column: what lies in the next one is another episode.
-        following = rewards[:, column] + discount[:, column] * following * ~ended
-        known_mask = ended | known_mask
+        row_ended = rollouts.ended[:, column]
+        # `row_ended` of this column: what lies in the next one is another episode.
+        following = rewards[:, column] + discount[:, column] * following * ~row_ended
+        known_mask = row_ended | known_mask
         returns.append(following)
         finished.append(known_mask)
     return torch.stack(returns[::-1], 1), torch.stack(finished[::-1], 1)
