@@ -50,5 +50,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return what completion shows."""
+    """Return the names for completion."""
     return [*globals(), *__all__]

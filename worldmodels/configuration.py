@@ -462,7 +462,7 @@ class VideoConfig:
     bootstrapping), 0 for none.
     """
     bootstrap_steps: Natural = 1500
-    """Number of updates over which that fraction is reached."""
+    """Number of updates over which the bootstrap fraction rises to its value."""
     temperature: NonNegative = 1.0
     """Standard deviation of the initial noise in sampling, 0 for none."""
     change_threshold: Share = 0.06

@@ -62,7 +62,7 @@ def compose(
 
 
 def _fixed_in(given: Any, taken: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what plain settings name and a configuration does not hold, path and value: what is `fixed`."""
+    """Yield (path, value) of plain settings that are no longer part of a configuration, because they are `fixed`."""
     if isinstance(given, Mapping) and isinstance(taken, Mapping):
         for key, value in given.items():
             place = f"{path}.{key}".lstrip(".")

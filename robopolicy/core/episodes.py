@@ -474,7 +474,9 @@ def chosen_numbers(
             )
     numbers_left = [number for number in numbers_left if number not in set(without)]
     if not numbers_left:
-        raise ConfigError(f"{section}.episodes and {section}.without exclude all episodes of {where} ({count}).")
+        raise ConfigError(
+            f"{section}.episodes and {section}.exclude_episodes exclude all episodes of {where} ({count})."
+        )
     return numbers_left
 
 

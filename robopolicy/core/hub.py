@@ -311,7 +311,7 @@ def repository_of(path: Path | str) -> HubName | None:
 
 
 def blobs_of(folder: Path) -> Path | None:
-    """Return where the files of a download lie, to which those in `folder` are links; None for other folders."""
+    """Return the folder of a download's files, to which those in `folder` are links; None for other folders."""
     repository = folder.parent.parent
     return repository / "blobs" if folder.parent.name == "snapshots" and _STORED.fullmatch(repository.name) else None
 

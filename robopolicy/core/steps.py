@@ -1,4 +1,4 @@
-"""Compatibility of generation steps: policies can only evaluate each other's decisions if their steps mean the same.
+"""Compatibility of generation steps: log-probabilities of another policy's actions need steps with the same meaning.
 
 A denoising chain consists of actions normalised by one policy and follows its noise schedule; a token is an index into
 one policy's vocabulary. For another policy the same numbers denote other actions.

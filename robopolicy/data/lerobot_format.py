@@ -143,7 +143,7 @@ def _extended(tree: Mapping[str, Any], part: Episodes) -> dict[str, Any]:
 
 
 def _fields(episodes: Episodes) -> dict[str, Any]:
-    """Return what the side table says of fields and rate."""
+    """Return the fields and the rate stored in the side table."""
     return {
         "fps": episodes.fps,
         "observation_fields": {key: field.to_json() for key, field in episodes.observation_fields.items()},

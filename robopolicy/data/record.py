@@ -91,7 +91,7 @@ def record_corrected(
     generator: torch.Generator,
     kept: Kept | None = None,
 ) -> Episodes:
-    """`record` the episodes of a policy, with exploration noise, that `expert` corrects; they include who acted.
+    """Record episodes of a policy with exploration noise, corrected by `expert`; every step stores who acted.
 
     Raises ConfigError when actions to be undone have no range, in addition to the errors of `record`.
     """

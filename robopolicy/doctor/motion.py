@@ -1,7 +1,7 @@
-"""Recorded motions, and the breaks of convention that may lie in them: how each is mended, and which it is.
+"""Recorded motions, and hypotheses on convention errors in them: the correction for each, and a search for the cause.
 
-From "these do not agree" to "because": breaks are tried, alone and together, until one explains the data. A judge
-measures how far a motion is from agreeing with the world.
+Hypotheses are tested alone and in combination until one explains the data; a score measures how far a corrected motion
+is from agreeing with the world.
 Axes: E episode, T step, A action dimension, S observation element (all vector fields, one after the other).
 """
 

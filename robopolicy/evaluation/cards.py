@@ -175,7 +175,7 @@ class _Run:
         return list({name.repository: name for name in repositories if name is not None}.values())
 
     def origin(self) -> list[str]:
-        """Return how the checkpoint was made, one sentence each: seed, base, steps, versions."""
+        """Describe the training of the checkpoint, one sentence each: seed, base, steps, versions."""
         lines: list[str] = []
         if "seed" in self.versions:
             lines.append(f"Training seed: {self.versions['seed']}")
@@ -198,7 +198,7 @@ class _Run:
         return lines
 
     def unmeasured(self, world: str) -> list[str]:
-        """Return what the evaluation does not tell, one sentence each."""
+        """Return the limits of the evaluation, one sentence each."""
         evaluations = list(self.evaluated().values())
         plain = evaluations[-1]["deterministic"] if evaluations else {}
         place = f" Everything above was measured in `{plain.get('world', world)}`." if evaluations else ""

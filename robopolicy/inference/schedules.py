@@ -146,8 +146,8 @@ def anchors(similarity: Tensor, budget: int, last: int = 0) -> Tensor:
 
 
 def bubbling_union(updates: Tensor, surge: Tensor, spreads: Tensor, top: int) -> Tensor:
-    """Return updates [B, K] bool in which the `top` blocks of greatest surge [B] are also updated in the steps of later
-    spreading blocks.
+    """Return updates [B, K] bool in which the `top` blocks with the largest change, surge [B], are also updated in the
+    steps of later blocks that amplify errors (BAC's bubbling union).
 
     Blocks are in computation order; spreads: [B] bool, blocks that amplify errors. A spreading block computed from a
     stale input propagates that input's error, so its updates are added to those of the `top` blocks before it. All

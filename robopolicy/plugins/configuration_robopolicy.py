@@ -55,7 +55,7 @@ class RobopolicyConfig(PreTrainedConfig):
 
 
 def not_trained_here() -> ConfigError:
-    """Return what is said to whoever wants LeRobot to train our policies."""
+    """Return the error for training robopolicy's policies with LeRobot, which is not supported."""
     return ConfigError(
         "LeRobot cannot train policies of this type, only run them: use robopolicy train or robopolicy finetune."
     )

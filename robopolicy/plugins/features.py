@@ -18,7 +18,7 @@ class NamedFeature(PolicyFeature):
 
 
 def feature(key: str, field: Field) -> NamedFeature:
-    """Return what is under `key`, or ACTION, as LeRobot's environments describe it: images are [height, width, 3]."""
+    """Return the feature `key`, or ACTION, as LeRobot's environments describe it: images are [height, width, 3]."""
     if key.startswith(IMAGE_PREFIX):
         return NamedFeature(FeatureType.VISUAL, field)
     kinds = {ACTION: FeatureType.ACTION, ENVIRONMENT_STATE: FeatureType.ENV}

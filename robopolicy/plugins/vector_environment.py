@@ -80,7 +80,7 @@ class WorldVectorEnvironment(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
         return self._shown(observation), step.reward[:, 0], step.terminated.copy(), truncated, info
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Sequence[Any]:
-        """Return what `name` is in every row; pictures are drawn when they are looked at."""
+        """Return the value of attribute `name` in every row; images are rendered on access."""
         return Pictures(self.world) if name == "render" else self.get_attr(name)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:

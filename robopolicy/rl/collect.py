@@ -159,7 +159,7 @@ def column(
 
 
 def store_images(column: dict[str, Any], frames: FrameStore | None, ended: Array) -> None:
-    """Replace a column's images by their indices in `frames`: "seen" and "after", [B, H].
+    """Replace a column's images by their indices in `frames`: "seen" (before the chunk) and "after" it, [B, H].
 
     The image after the chunk is stored where a row `ended` [B] bool, see `Images.after`. None stores no images.
     """

@@ -152,8 +152,7 @@ class RobotSettings:
         """Raise ConfigError for settings that cannot drive a robot."""
         if self.change is not None and not 0 < self.change < math.inf:
             raise ConfigError(
-                f"change={self.change} must be more than 0, the largest difference between consecutive actions, "
-                "or null."
+                f"change={self.change} must be more than 0 (the largest change between consecutive actions), or null."
             )
         if not all(math.isfinite(value) for value in self.neutral.values()):
             raise ConfigError(f"neutral={self.neutral}: each value must be a finite number, in the policy's units.")

@@ -271,7 +271,7 @@ class ActionLimits:
             raise ConfigError(f"{prefix}: infinity is not a limit. Remove it, or set unbounded=True.")
         if self.change is not None and np.min(self.change) < 0:
             raise ConfigError(
-                f"change={self.change} must be at least 0, the largest difference between consecutive actions."
+                f"change={self.change} must be at least 0 (the largest change between consecutive actions)."
             )
         if self.low is not None and self.high is not None and np.greater(self.low, self.high).any():
             raise ConfigError(f"low={self.low} must not exceed high={self.high} in any element.")

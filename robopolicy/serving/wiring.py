@@ -105,7 +105,7 @@ class Wiring:
         return action
 
     def placed(self, shown: Mapping[str, Any]) -> np.ndarray:
-        """Return which elements of `still` [A] bool need no last action; positions missing in `shown` do need one."""
+        """Return a mask [A] bool of the elements of `still` that need no last action; missing positions do."""
         names = zip(self.action, self.standing.keeps, strict=True)
         return np.array([not keeps or np.isfinite(_number(shown.get(name))) for name, keeps in names])
 

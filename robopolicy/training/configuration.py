@@ -183,11 +183,12 @@ class FinetuneConfig(AlgorithmConfig):
     the longest episodes, which continue in the next iteration (APRIL). 0 waits for all.
     """
     staleness: Natural = 0
-    """Maximum age, in updates, of the weights that collect in a thread parallel to the learner. 0 alternates collection
-    and learning and is reproducible; 1 was reproducible bit by bit in all measurements, 2 or more is not.
+    """Maximum age, in updates, of the policy weights used for collection in a thread parallel to the learner. 0
+    alternates collection and learning and is reproducible; 1 was reproducible bit by bit in all measurements, 2 or more
+    is not.
     """
     delay: Natural = 0
-    """Fixed age, in updates, of the weights that collect; collection and learning alternate and are reproducible."""
+    """Fixed age, in updates, of the policy weights used for collection. It alternates with learning; reproducible."""
     props: Natural = 0
     """Number of parts in which an iteration is collected; later parts are steered away from oversampled actions
     (PROPS). 0 disables it.
@@ -202,7 +203,7 @@ class FinetuneConfig(AlgorithmConfig):
     """Fraction of the run at which teacher_acts has decayed linearly to 0."""
     expert_rows: NonNegative = 0.0
     """Number of expert episodes added to an iteration, as a fraction of its own episodes (DynaWeb); 0 for none. Their
-    advantages come from their returns; for token policies and algorithms that compare episodes.
+    advantages come from their returns. Supported for token policies and algorithms that compare episodes.
     """
     proximal: Literal["current", "behaviour", "average"] = "current"
     """Centre of the clip range for chunks from older policies: current (the policy before the update, AReaL), behaviour
@@ -376,7 +377,7 @@ class OnlineConfig:
     evaluate_at: tuple[Natural, ...] = (0, 1, 100, 500)
     """Numbers of updates after which the policy is evaluated; early ones show the initial drop in success."""
     evaluate_every: Natural = 5000
-    """Number of updates between further evaluations, 0 for none."""
+    """Number of updates between evaluations after those of evaluate_at, 0 for none."""
     checkpoint_every: Count = 5
     """Number of episode batches between checkpoints for resuming."""
 

@@ -125,7 +125,7 @@ def require_something(config: Config) -> None:
 
 
 def plan_of(config: Config, root: Path) -> dict[str, Any]:
-    """Return what there is, the stages with their settings and estimated seconds, and the reasons, JSON-ready.
+    """Return the plan, JSON-ready: available inputs, stages with settings and estimated seconds, and the reasons.
 
     Raises the errors of the planned verbs: their settings are tried in the measurement.
     """
@@ -523,7 +523,7 @@ def brief(verdict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remedies(config: Config) -> list[str]:
-    """Return what to try where the base policy never succeeds."""
+    """Return advice for a base policy that never succeeds."""
     policy, data = shlex.quote(str(config.improve.policy)), shlex.quote(str(config.improve.data or "DATASET"))
     policy_setting = (
         "policy.kind=lerobot policy.path" if foreign_format(config.improve.policy or Path()) else "train.policy"

@@ -82,7 +82,7 @@ def run(config: Config) -> int:
 
 
 def upload_of(path: Path) -> Upload:
-    """Return what to upload of a checkpoint, dataset or run folder.
+    """Return the files to upload of a checkpoint, dataset or run folder.
 
     Raises ConfigError when `path` is none of them or contains no safe weights, DataError when it is damaged.
     """
@@ -134,7 +134,7 @@ def card_of(upload: Upload, name: HubName) -> tuple[str, bool]:
 
 
 def print_files(upload: Upload, written: bool) -> None:
-    """Print what is uploaded, with sizes, and what is left out."""
+    """Print the uploaded files with sizes, and the omitted ones."""
     output.print(f"{CARD}: {'written from the run' if written else f'as it is in {upload.folder}'}", soft_wrap=True)
     for place, source in upload.sources().items():
         output.print(f"{place}: {source.stat().st_size:,} bytes", markup=False, soft_wrap=True)

@@ -316,7 +316,9 @@ def first_notes(name: str, description: Description, seed_globals: bool) -> list
 def observation_fields(
     description: Description, cameras: Sequence[str], image_size: ImageSize | None
 ) -> dict[str, Field]:
-    """Return the world's observation fields. Raises CameraError on an unknown camera, ConfigError on none."""
+    """Return the world's observation fields. Raises CameraError on an unknown camera, ConfigError when
+    no observation is left.
+    """
     for camera in cameras:
         if entry_of(camera, description.cameras) not in description.cameras:
             nearest = did_you_mean(camera, description.cameras)

@@ -77,7 +77,7 @@ class CollectSection:
             raise ConfigError("collect.deterministic applies to a policy: set collect.policy=CHECKPOINT.")
         if self.correct.wanted and (self.policy is None or self.quality or self.chains or self.successes_only):
             raise ConfigError(
-                "With collect.correct.no_progress_steps and budget an expert takes over from a policy: set "
+                "With collect.correct.no_progress_steps and max_policy_steps an expert takes over from a policy: set "
                 "collect.policy=CHECKPOINT, and none of collect.quality, collect.chains and collect.successes_only."
             )
         if self.quality and self.successes_only:
@@ -89,7 +89,7 @@ class CollectSection:
 
 @dataclass(frozen=True)
 class ConvertSection(ConvertConfig):
-    """A dataset of another format, and the LeRobotDataset that is made of it."""
+    """Source dataset in another format, and the LeRobotDataset to create."""
 
     source: Path | None = None
     """Source: a file, a dataset folder, or a folder of such files."""
@@ -177,7 +177,7 @@ class OfflineSection:
     gated: bool = True
     """Whether the gate decides about candidates; false accepts all of them, as a baseline for the gate."""
     evaluate_episodes: Natural = 200
-    """Number of world episodes for the final evaluation of base and result; they select nothing. 0 if there is no
+    """Number of world episodes for the final evaluation of base and result, not used for selection. 0 if there is no
     world.
     """
 
@@ -233,7 +233,7 @@ class GateSection:
     margin: float = 0.0
     """Margin above zero that the lower bound of the improvement must exceed, in the evaluator's units."""
     relative_margin: float = 0.0
-    """The same margin as a fraction of the incumbent's value (RL-100: 0.05)."""
+    """Margin above zero as a fraction of the incumbent's value (RL-100: 0.05)."""
     confidence: Share = 0.95
     """Confidence level of the bounds."""
     holdout: Share = 0.3

@@ -63,10 +63,10 @@ class ImaginationSection:
     max_steps: Count | None = None
     """Truncate imagined episodes after this many steps, null for never."""
     max_uncertainty: NonNegative | None = None
-    """Truncate where a step's uncertainty exceeds this value, in the model's units; null for never."""
+    """Truncate imagined episodes when the uncertainty exceeds this value, in the model's units; null for never."""
     uncertainty_quantile: Share | None = None
-    """Truncate where uncertainty exceeds this quantile of that on held-out data, so that the limit adapts to the model;
-    null for never.
+    """Truncate imagined episodes when the uncertainty exceeds this quantile of the uncertainty on held-out data, so
+    that the limit adapts to the model; null for never.
     """
     uncertainty_penalty: NonNegative = 0.0
     """Reward penalty per unit of uncertainty (MOPO)."""

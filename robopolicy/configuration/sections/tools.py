@@ -22,11 +22,11 @@ class BenchSection:
     timing an iteration.
     """
     tasks: Annotated[tuple[str, ...], Filled()] = ("push_cube", "pick_place")
-    """Tasks; read by algorithms, collection, inference, sight, delay, ranking, imagination, test_time_planning,
-    offline, online, gate and rl100.
+    """Tasks to run; used by the benchmarks algorithms, collection, inference, sight, delay, ranking, imagination,
+    test_time_planning, offline, online, gate and rl100.
     """
     seeds: Annotated[tuple[Seed, ...], Filled()] = (0, 1, 2)
-    """Random seeds, one run for each; read by all benchmarks but sims."""
+    """Random seeds, one run per seed; used by all benchmarks except sims."""
     only: tuple[str, ...] = ()
     """Parts of the benchmark to run: recipes, methods (algorithms), policies (collection, inference), chunkings
     (delay), ablations (mechanisms), experimental arms (edge_of_reach, imagination, online, language, sight), plans

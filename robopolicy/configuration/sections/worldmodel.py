@@ -112,7 +112,7 @@ class ImagineSection:
     diverge.
     """
     bc_growth: NonNegative = 2.0
-    """Factor on that weight at every evaluation with divergence that has not narrowed (from 0 it becomes 0.05), 1 for
+    """Factor on bc_weight at every evaluation with divergence that has not narrowed (from 0 it becomes 0.05), 1 for
     none.
     """
     refresh_every: Natural = 0
@@ -122,8 +122,8 @@ class ImagineSection:
     refresh_steps: Natural = 500
     """Number of training steps per model update."""
     refresh_uncertainty: NonNegative | None = None
-    """With plan.model: bonus per unit of model uncertainty in the plans that record those episodes; above 0 it explores
-    where the model is uncertain (COPlanner's optimistic exploration). null for the policy without planning.
+    """With plan.model: bonus per unit of model uncertainty for the plans that record the refresh episodes; above 0 it
+    explores where the model is uncertain (COPlanner's optimistic exploration). null for the policy without planning.
     """
     rounds: Count = 5
     """sft: number of rounds of generation and imitation."""

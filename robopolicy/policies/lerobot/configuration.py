@@ -51,8 +51,7 @@ class LeRobotTuning:
     std: Positive = 0.1
     """act, which has no noise of its own: initial standard deviation of exploration for each action element."""
     learn_std: bool = True
-    """Whether that standard deviation is trained; the trained value is saved with the checkpoint and used on
-    resuming.
+    """Whether std is trained (act); the trained value is saved with the checkpoint and used on resuming.
     """
     temperature: Positive = 1.0
     """pi0_fast, which generates tokens: sampling temperature of exploration, by which logits are divided."""

@@ -231,7 +231,7 @@ class LeRobotNetwork(LeRobotModule):
         return self.family.schedule(config)
 
     def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Return what LeRobot's training loss says of each step, [N, P]; see `OwnLatents`."""
+        """Return LeRobot's training loss of each step, [N, P]; see `OwnLatents`."""
         return self.family.errors(prediction, target)
 
     def levels(self, count: int, generator: torch.Generator) -> Tensor:

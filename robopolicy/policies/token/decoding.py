@@ -259,8 +259,8 @@ class MaskedDecoding(nn.Module):
         order = latents.get("order")
         if order is None or order.shape != tokens.shape or bool((order >= steps).any()):
             raise SpecError(
-                f"Masked decoding needs for tokens {list(tokens.shape)} an 'order' of the same shape, the pass (of "
-                f"{steps}) in which each was generated: pass all latents that act of this policy returned."
+                f"Masked decoding needs an 'order' of the same shape as the tokens, {list(tokens.shape)}: the pass (of "
+                f"{steps}) that generated each token. Pass all latents that this policy's act returned."
             )
         reading = _read(language, prompt)
         # The prefix is the same for all S states of a row: its keys and values are read once and repeated.

@@ -198,7 +198,7 @@ class SacConfig(AgentConfig):
     actor_rate: Positive | None = None
     """Learning rate of the actor and the temperature, null for that of the critics."""
     subset: Count | None = None
-    """Number of critics, drawn anew at every update, whose minimum is the target; the actor maximises the mean of all
+    """Number of critics, sampled at every update, whose minimum is the target; the actor maximises the mean of all
     (REDQ, arXiv:2101.05982). null uses the minimum of all critics for both.
     """
     delay: Count = 1
@@ -228,7 +228,7 @@ class RlpdConfig(SacConfig):
     layer_norm: bool = True
     """Apply layer normalisation to the critics' hidden layers, which limits overestimation far from the data."""
     subset: Count | None = 2
-    """Number of critics, drawn anew at every update, whose minimum is the target; the actor maximises the mean of all
+    """Number of critics, sampled at every update, whose minimum is the target; the actor maximises the mean of all
     (REDQ, arXiv:2101.05982). null uses the minimum of all critics for both.
     """
     entropy_backup: bool = False
