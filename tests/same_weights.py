@@ -53,7 +53,7 @@ JOBS = {
     "offline": ("offline", *PUSH_T, f"offline.dataset={DATA}", f"offline.policy={POLICY}", *CRITIC, *GATE),
     "teach": (
         *("teach", *PUSH_T, f"teach.teacher={POLICY}", "teach.rounds=2", "teach.episodes=8"),
-        *("teach.fit.steps=20", "teach.last_steps=20", "teach.evaluate_episodes=16", "teach.videos=0"),
+        *("teach.fit.steps=20", "teach.last_round_steps=20", "teach.evaluate_episodes=16", "teach.videos=0"),
     ),
 }
 

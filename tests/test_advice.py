@@ -27,14 +27,19 @@ def test_advice_comes_where_success_did_not_rise(tuned, said, capsys):
 
 @pytest.mark.parametrize(
     ("discount", "horizon", "limit", "said"),
-    [(0.99, 40, "cut", True), (0.99, 40, "end", False), (0.95, 40, "cut", False), (0.99, 120, "cut", False)],
+    [
+        (0.99, 40, "truncate", True),
+        (0.99, 40, "terminate", False),
+        (0.95, 40, "truncate", False),
+        (0.99, 120, "truncate", False),
+    ],
 )
 def test_a_critic_that_looks_beyond_the_time_limit_is_named(discount, horizon, limit, said, capsys):
     section = FinetuneSection(discount=discount, time_limit=limit)
     print_advice({"base": judged(0.4), "tuned": judged(0.4)}, section, horizon)
     assert (
         "100 control steps, longer than an episode (40): try finetune.discount=0.95 or "
-        "finetune.time_limit=end first" in " ".join(capsys.readouterr().out.split())
+        "finetune.time_limit=terminate first" in " ".join(capsys.readouterr().out.split())
     ) is said
     print_advice({"base": judged(0.4), "tuned": judged(0.9)}, section, horizon)
     assert not capsys.readouterr().out

@@ -195,7 +195,7 @@ def test_policies_that_are_told_are_judged_under_controls_and_on_what_was_held_o
         "policy.prediction_steps=2",
         "teach.episodes=9",
         "teach.rounds=2",
-        "teach.last_steps=2",
+        "teach.last_round_steps=2",
         "teach.fit.steps=2",
         "finetune.group_size=4",
         "policy.text_features=8",
@@ -227,7 +227,7 @@ def test_policies_that_are_told_are_judged_under_controls_and_on_what_was_held_o
 
 def test_students_that_see_are_beside_imitation_and_ppo_on_the_images(tmp_path, capsys):
     few = ["world.image_size=16", "policy.image.channels=[8,8,8]", "teach.episodes=4", "teach.rounds=2"]
-    few += ["teach.last_steps=2", "teach.fit.steps=2", "teach.evaluate_episodes=8"]
+    few += ["teach.last_round_steps=2", "teach.fit.steps=2", "teach.evaluate_episodes=8"]
     overrides = ",".join(f"'{setting}'" for setting in (*TINY, *few))
     given = ["bench.name=sight", "bench.tasks=[push_cube]", "bench.seeds=[0]", f"run.root={tmp_path}"]
     assert bench.run(compose([*given, f"bench.overrides=[{overrides}]", "run.threads=1"])) == 0

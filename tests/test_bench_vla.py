@@ -18,7 +18,7 @@ OVERRIDES = [
     "collect.episodes=6", "world.image_size=32", "train.fit.steps=3", "train.batch_size=8", "finetune.iterations=1",
     "finetune.num_envs=4", "finetune.rollout_length=2", "finetune.minibatch=8", "finetune.evaluate_episodes=4",
     "finetune.critic_width=8", "world.batch_size=4", "teach.rounds=2", "teach.episodes=4", "teach.fit.steps=2",
-    "teach.last_steps=3", "teach.batch_size=8", "teach.evaluate_episodes=4",
+    "teach.last_round_steps=3", "teach.batch_size=8", "teach.evaluate_episodes=4",
 ]  # fmt: skip
 
 

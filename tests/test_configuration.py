@@ -148,7 +148,7 @@ def test_lists_options_and_null_are_overridable():
             "worldmodel.kind=ensemble has no 'burn_in'. Set worldmodel.kind=rssm, which",
         ),
         ("world=push_tea", "Did you mean 'push_t'"),
-        ("drive.neutral={a: 1, a: 2}", "drive.neutral contains 'a' twice"),
+        ("drive.hold_values={a: 1, a: 2}", "drive.hold_values contains 'a' twice"),
         ("offline.improve={kind: awr, kind: dsrl}", "offline.improve contains 'kind' twice"),
         ("world.options={deep: {b: 1, b: 1}}", "world.options contains 'b' twice"),
     ],

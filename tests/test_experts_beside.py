@@ -26,17 +26,19 @@ def experts_of(root, *settings):
 
 def test_what_was_collected_is_imitated_unless_other_datasets_are_named(tmp_path):
     beside = "finetune.auxiliaries=[experts]"
-    with pytest.raises(CheckpointError, match=r"create it with 'robopolicy collect', or set finetune.experts=PATH"):
+    with pytest.raises(
+        CheckpointError, match=r"create it with 'robopolicy collect', or set finetune.expert_datasets=PATH"
+    ):
         experts_of(tmp_path, beside)
     assert main(["collect", *NOISY, f"run.root={tmp_path}"]) == 0
     folder = tmp_path / "collect" / "reach_planar" / "0"
     rate = json.loads((folder / "result.json").read_text())["success_rate"]
     assert 0 < rate < 1
     assert experts_of(tmp_path) is None
-    for asked in (beside, "finetune.expert_rows=0.5"):
+    for asked in (beside, "finetune.expert_episode_fraction=0.5"):
         found = experts_of(tmp_path, asked)
         assert found is not None and len(found) == round(24 * rate) and found.success.all()
-    elsewhere = f"finetune.experts=[{folder / 'dataset'}]"
+    elsewhere = f"finetune.expert_datasets=[{folder / 'dataset'}]"
     assert len(experts_of(tmp_path / "other", beside, elsewhere)) == len(found)
     assert experts_of(tmp_path / "other", elsewhere) is None, "what nobody imitates is not read"
 

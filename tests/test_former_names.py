@@ -8,22 +8,39 @@ import yaml
 from robopolicy.configuration import Config, compose
 from robopolicy.configuration.composition import _tagged_sections
 from robopolicy.core.errors import ConfigError, RobopolicyNote
-from robopolicy.core.structured import from_plain, renamed, to_plain
+from robopolicy.core.structured import from_plain, renamed, to_plain, with_current_names
 from robopolicy.runs import open_fresh_run, open_run
+from robopolicy.training.configuration import FinetuneConfig
 from worldmodels.configuration import VideoConfig
 
 PAIRS = {
     "imagine.watch=3": "imagine.real_eval_episodes=3",
     "gate.judges=[fqe]": "gate.evaluators=[fqe]",
     "world.imagination.penalty=0.3": "world.imagination.uncertainty_penalty=0.3",
+    "finetune.actor_rate=1": "finetune.learning_rate=1",
+    "finetune.units=3": "finetune.finetuned_steps=3",
+    "finetune.props=3": "finetune.props_parts=3",
+    "policy.hidden_words=0.2": "policy.word_dropout=0.2",
+    "policy.finetuned_units=3": "policy.finetuned_steps=3",
+    "lerobot.checkpointing=true": "lerobot.gradient_checkpointing=true",
+    "offline.agent.rate=1": "offline.agent.learning_rate=1",
+    "offline.agent.kind=edac offline.agent.subset=3": "offline.agent.kind=edac offline.agent.critic_subset=3",
+    "drive.turns={yaw: 1}": "drive.periods={yaw: 1}",
+    "worldmodel.kind=video worldmodel.config.moving=3": "worldmodel.kind=video worldmodel.config.motion_weight=3",
+    "recipe=push_cube_video worldmodel.config.moving=3": "recipe=push_cube_video worldmodel.config.motion_weight=3",
+    "worldmodel.config.positive_share=0.5": "worldmodel.config.positive_fraction=0.5",
     "policy.kind=joint policy.joint.width=8": "policy.kind=joint policy.width=8",
     "worldmodel.kind=rssm worldmodel.rssm.burn_in=3": "worldmodel.kind=rssm worldmodel.config.burn_in=3",
 }
 """Settings under a former name, and the same under the current one."""
 
 
+def words(text: str) -> list[str]:
+    return text.split(" ", text.count("=") - 1)
+
+
 def setting(text: str) -> tuple[str, str]:
-    key, _, value = text.split()[-1].partition("=")
+    key, _, value = words(text)[-1].partition("=")
     return key, value
 
 
@@ -31,7 +48,7 @@ def setting(text: str) -> tuple[str, str]:
 def test_a_former_name_works_with_one_note(old: str):
     new = PAIRS[old]
     with pytest.warns(RobopolicyNote) as notes:
-        assert compose(old.split()) == compose(new.split())
+        assert compose(words(old)) == compose(words(new))
     assert [str(note.message) for note in notes] == [f"{setting(old)[0]} is now {setting(new)[0]}."]
 
 
@@ -39,18 +56,19 @@ def test_a_former_name_works_with_one_note(old: str):
 def test_two_names_with_different_values_are_refused(old: str):
     key, value = setting(old)
     first = f"{key}={value}"
-    other = f"{setting(PAIRS[old])[0]}={'[model]' if value[0] == '[' else '2'}"
-    kinds = old.split()[:-1]
+    others = {"[": "[model]", "{": "{roll: 2}", "t": "false"}
+    other = f"{setting(PAIRS[old])[0]}={others.get(value[0], '2')}"
+    kinds = words(old)[:-1]
     with pytest.raises(ConfigError, match=r"same setting, given as .* keep one"):
         compose([*kinds, other, first])
     with pytest.warns(RobopolicyNote):
-        assert compose([*kinds, first, PAIRS[old].split()[-1]]) == compose(PAIRS[old].split())
+        assert compose([*kinds, first, words(PAIRS[old])[-1]]) == compose(words(PAIRS[old]))
 
 
 def test_a_recipe_may_use_former_names_and_the_command_line_takes_precedence(tmp_path: Path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
-        "gate: {judges: [fqe], by: return}\nworldmodel: {kind: video, video: {motion_weight: 3.0}, without: [1]}\n"
+        "gate: {judges: [fqe], by: return}\nworldmodel: {kind: video, video: {moving: 3.0}, without: [1]}\n"
         "world: {name: push_t, imagination: {starts: data}}\n"
     )
     with pytest.warns(RobopolicyNote) as notes:
@@ -61,11 +79,18 @@ def test_a_recipe_may_use_former_names_and_the_command_line_takes_precedence(tmp
     assert {str(note.message) for note in notes} == {
         *("gate.judges is now gate.evaluators.", "gate.by is now gate.metric."),
         *("worldmodel.video is now worldmodel.config.", "worldmodel.without is now worldmodel.exclude_episodes."),
+        "worldmodel.config.moving is now worldmodel.config.motion_weight.",
         "world.imagination.starts is now world.imagination.initial_states.",
     }
     recipe.write_text("gate: {judges: [fqe], evaluators: [model]}\n")
     with pytest.raises(ConfigError, match=r"'gate\.judges' is now 'gate\.evaluators', and both are given"):
         compose([f"recipe={recipe}"])
+
+
+def test_a_former_value_works_with_a_note():
+    with pytest.warns(RobopolicyNote, match=r"^finetune\.time_limit=end is now finetune\.time_limit=terminate\.$"):
+        assert compose(["finetune.time_limit=end"]) == compose(["finetune.time_limit=terminate"])
+    assert FinetuneConfig(**with_current_names(FinetuneConfig, {"time_limit": "cut"})) == FinetuneConfig()
 
 
 def former(tree: object, kind: object) -> object:

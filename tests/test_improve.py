@@ -19,7 +19,7 @@ from robopolicy.verbs.verb import VERBS, declaration
 SIZES = (
     *("finetune.num_envs=8", "finetune.rollout_length=4", "finetune.minibatch=32", "finetune.evaluate_every=1"),
     *("finetune.evaluate_episodes=8", "finetune.critic_width=16", "evaluate.videos=1", "finetune.finetuned_steps=2"),
-    *("offline.rounds=1", "offline.critic.steps=20", "offline.improve.steps=10", "gate.steps=20", "gate.starts=8"),
+    *("offline.rounds=1", "offline.critic.steps=20", "offline.improve.steps=10", "gate.steps=20", "gate.num_states=8"),
 )
 SMALL = ("run.threads=1", "improve.episodes=8", f"improve.overrides=[{','.join(map(repr, SIZES))}]")
 
@@ -246,7 +246,7 @@ def test_where_there_are_several_instructions_the_log_is_imitated_as_well(root: 
     plan = "world=push_choice", "improve.plan_only=true", "improve.recipe=none"
     assert improve(root, *plan, f"data={data}", policy=policy) == 0
     text = said(capsys)
-    assert f"finetune.experts=[{data}]" in text and "84.3 to 92.2 %" in text
+    assert f"finetune.expert_datasets=[{data}]" in text and "84.3 to 92.2 %" in text
 
 
 @pytest.mark.long

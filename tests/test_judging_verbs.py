@@ -57,7 +57,7 @@ def test_returns_are_scored_between_the_anchors_of_the_data(root, capsys):
     )
     assert run(root, "evaluate", str(base), f"evaluate.reference_dataset={plain}", "run.name=other") == 2
     assert "records no dataset quality" in " ".join(capsys.readouterr().err.split())
-    brief = "offline.critic.steps=5", "offline.improve.steps=2", "offline.improve.decisions=8", "offline.rounds=1"
+    brief = "offline.critic.steps=5", "offline.improve.steps=2", "offline.improve.observations=8", "offline.rounds=1"
     ungated = *brief, f"offline.policy={base}", "offline.gated=false", "offline.evaluate_episodes=8"
     assert run(root, "offline", str(graded), *ungated, "run.name=graded") == 0
     assert set(result(root, "offline", "graded")["normalised"]) == {"base", "tuned"}

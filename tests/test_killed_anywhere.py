@@ -69,13 +69,24 @@ JOBS = {
     "online": (
         *("online", *SHARED, f"online.policy={POLICY}", "online.steps=260", "online.warmup=60", "online.num_envs=4"),
         *("online.agent.width=8", "online.agent.critics=2", "online.agent.depth=1", "online.batch_size=4"),
-        *("online.updates=0.1", "online.evaluate_at=[0,1]", "online.evaluate_episodes=4", "online.checkpoint_every=1"),
+        *(
+            "online.utd_ratio=0.1",
+            "online.evaluate_at=[0,1]",
+            "online.evaluate_episodes=4",
+            "online.checkpoint_every=1",
+        ),
     ),
     "agent": (
         *("online", *SHARED, f"online.dataset={DATA}", f"online.policy={POLICY}", "online.method=actions"),
-        *("online.steps=260", "online.warmup=60", "online.num_envs=4", "online.retain=0.5", "online.pretrain_steps=4"),
+        *(
+            "online.steps=260",
+            "online.warmup=60",
+            "online.num_envs=4",
+            "online.offline_ratio=0.5",
+            "online.pretrain_steps=4",
+        ),
         *("online.agent=cal_ql", "online.agent.width=8", "online.agent.samples=2", "online.batch_size=4"),
-        *("online.updates=0.1", "online.evaluate_at=[0,1]", "online.evaluate_episodes=4", "run.name=agent"),
+        *("online.utd_ratio=0.1", "online.evaluate_at=[0,1]", "online.evaluate_episodes=4", "run.name=agent"),
     ),
     "distill": (
         *("distill", *SHARED, f"distill.policy={POLICY}", "distill.fit.steps=6", "distill.fit.log_every=2"),
@@ -83,7 +94,12 @@ JOBS = {
     ),
     "teach": (
         *("teach", *SHARED, f"teach.teacher={POLICY}", "teach.rounds=2", "teach.episodes=4", "teach.fit.steps=3"),
-        *("teach.last_steps=4", "teach.batch_size=8", "teach.fit.checkpoint_every=2", "teach.evaluate_episodes=4"),
+        *(
+            "teach.last_round_steps=4",
+            "teach.batch_size=8",
+            "teach.fit.checkpoint_every=2",
+            "teach.evaluate_episodes=4",
+        ),
         *("world.cameras=[top]", "world.image_size=16", "policy.image.channels=[8,8,8]", "teach.videos=0"),
         "policy.observation_keys=[observation.state,observation.images.top]",
         "teach.auxiliary_keys=[observation.environment_state]",

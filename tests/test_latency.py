@@ -150,7 +150,7 @@ def test_a_world_model_of_a_world_without_a_delay_imagines_none(recorded, tmp_pa
 
 def test_a_teacher_that_looks_ahead_teaches_there(tmp_path):
     settings = ["teach.teacher=expert", "teach.rounds=2", "teach.episodes=4", "teach.evaluate_episodes=4"]
-    settings += ["teach.fit.steps=5", "teach.last_steps=5", "teach.batch_size=16"]
+    settings += ["teach.fit.steps=5", "teach.last_round_steps=5", "teach.batch_size=16"]
     small = [each for each in SMALL if each.startswith(("recipe", "run", "policy"))]
     assert main(["teach", *small, LATE, *settings, f"run.root={tmp_path}"]) == 0
 

@@ -60,7 +60,7 @@ def test_an_agent_learns_from_data_and_then_in_the_world(root):
     data = f"online.dataset={root}/collect/reach_planar/0/dataset"
     for name, settings in {
         "wsrl": (*CAL_QL, data),
-        "rlpd": (*RLPD, data, "online.retain=0.5", "online.pretrain_steps=0"),
+        "rlpd": (*RLPD, data, "online.offline_ratio=0.5", "online.pretrain_steps=0"),
         "offline_only": (*NARROW, "online.agent=td3_bc", data, "online.steps=0"),
         "alone": RLPD,
     }.items():
@@ -94,10 +94,10 @@ def test_data_of_another_task_is_refused_before_anything_is_learned_of_it(root, 
     ("settings", "text"),
     [
         (("online.dataset=somewhere",), "offline.improve=dsrl"),
-        (("online.method=actions", "online.retain=0.5"), "set online.dataset"),
+        (("online.method=actions", "online.offline_ratio=0.5"), "set online.dataset"),
         (("online.policy=/nowhere",), "/nowhere does not exist"),
         (("online.noise_bound=0",), "online.noise_bound is 0: it must be above 0"),
-        (("online.retain=2", "online.method=actions"), "online.retain is 2: it must lie between 0 and 1"),
+        (("online.offline_ratio=2", "online.method=actions"), "online.offline_ratio is 2: it must lie between 0 and 1"),
         (("online.agent=rldp",), "Did you mean 'rlpd'"),
         (("online.method=action",), "Did you mean 'actions'"),
     ],

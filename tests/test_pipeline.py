@@ -185,7 +185,7 @@ def test_sight_composes_and_its_student_sees_what_its_teacher_does_not(task: str
     assert student.teach.teacher == str(tmp_path / "finetune/tuned/0/checkpoint")
     assert "observation.environment_state" not in student.policy.config.observation_keys
     assert stages["tuned"][1].policy.config.observation_keys == ()
-    assert stages["tuned"][1].finetune.experts == (tmp_path / "collect/demonstrations/0/dataset",)
+    assert stages["tuned"][1].finetune.expert_datasets == (tmp_path / "collect/demonstrations/0/dataset",)
 
 
 @pytest.mark.parametrize("task", ["push_t", "pick_place"])

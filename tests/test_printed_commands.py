@@ -39,7 +39,8 @@ FILLED = {"NUMBER": "3", "N": "3", "PORT": "3", "d": "3", "my_module:MyPolicy": 
 TOGETHER = {
     "collect.chains": "policy that records", "collect.correct.no_progress_steps": "policy",
     "collect.correct.max_policy_steps": "policy",
-    "online.dataset": "method", "online.extra_datasets": "method", "online.retain": "method", "offline.data": "model",
+    "online.dataset": "method", "online.extra_datasets": "method", "online.offline_ratio": "method",
+    "offline.data": "model",
     "gate.evaluators": "not none", "policy.token.lora_rank": "model", "pipeline.changes.offline": "stages",
 }  # fmt: skip
 """Settings that compose beside another one alone, which the texts name; here their names are checked."""

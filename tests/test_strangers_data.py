@@ -259,7 +259,7 @@ def offline(root, kind, data, tmp_path, *settings) -> int:
         "offline.agent=td3_bc",
     ]
     small += ["offline.critic.steps=1", "offline.critic.batch_size=8", "offline.improve.steps=1"]
-    small += ["offline.improve.decisions=8", "offline.improve.candidates=2", "offline.agent.width=8"]
+    small += ["offline.improve.observations=8", "offline.improve.candidates=2", "offline.agent.width=8"]
     given = [f"offline.policy={root / kind / 'policy'}", f"run.root={tmp_path}", "run.name=tried"]
     return main(["offline", str(data), *small, *given, *settings])
 

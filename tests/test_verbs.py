@@ -193,7 +193,7 @@ OFFLINE = [
     "offline.critic.steps=20",
     "offline.agent.width=16",
     "offline.improve.steps=4",
-    "offline.improve.decisions=40",
+    "offline.improve.observations=40",
     "offline.improve.candidates=2",
     "offline.evaluate_episodes=8",
     "offline.rounds=2",
@@ -305,7 +305,7 @@ def test_another_configuration_in_the_same_folder_is_refused(root, capsys):
         (["offline", "offline.agent=icl"], "Did you mean 'iql'"),
         (["offline", "offline.improve.expectile=1"], "offline.improve.kind=best_of has no 'expectile'"),
         (["offline", "offline.data=[imagined]"], "set offline.model"),
-        (["online", "online.retain=0.5"], "offline.improve=dsrl"),
+        (["online", "online.offline_ratio=0.5"], "offline.improve=dsrl"),
     ],
 )
 def test_mistakes_end_with_a_sentence_and_status_2(arguments, text, capsys, tmp_path):

@@ -19,14 +19,18 @@ class ReadoutConfig:
     """
 
     FIXED: ClassVar[Mapping[str, Any]] = {"state_noise": 1.0}
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "positive_share": "positive_fraction",
+        "imagined_share": "imagined_fraction",
+    }
 
     batch_size: Count = 128
     """Number of steps per training batch."""
-    positive_share: Share = 0.25
+    positive_fraction: Share = 0.25
     """Fraction of successful steps in a batch."""
     imagined_steps: Natural = 2048
     """Number of steps whose frames are imagined by the finished model."""
-    imagined_share: Share = 0.25
+    imagined_fraction: Share = 0.25
     """Fraction of imagined steps in a batch."""
     members: Count = 5
     """Number of heads; their disagreement is the uncertainty."""
@@ -34,9 +38,9 @@ class ReadoutConfig:
     def __post_init__(self):
         if min(self.batch_size, self.members, self.imagined_steps) < 1:
             raise ConfigError("The readout's batch_size, members and imagined_steps must be at least 1.")
-        shares = self.positive_share, self.imagined_share
+        shares = self.positive_fraction, self.imagined_fraction
         if min(shares) < 0 or max(shares) > 1:
-            raise ConfigError("positive_share and imagined_share must be between 0 and 1.")
+            raise ConfigError("positive_fraction and imagined_fraction must be between 0 and 1.")
 
 
 class ImageConfig(Protocol):
@@ -72,6 +76,7 @@ class EnsembleConfig:
 
     builds: ClassVar[str] = "worldmodels.ensemble:EnsembleModel"
     FIXED: ClassVar[Mapping[str, Any]] = {"min_logvar": MIN_LOGVAR, "max_logvar": MAX_LOGVAR}
+    RENAMED: ClassVar[Mapping[str, str]] = {"positive_share": "positive_fraction"}
 
     members: Count = 5
     """Number of networks; their disagreement is the uncertainty."""
@@ -94,7 +99,7 @@ class EnsembleConfig:
     """Exponent of the predicted variance that weights each element's likelihood (beta-NLL, Seitzer 2022): 0 is the
     plain likelihood, which neglects contacts; 1 weights errors like a squared error.
     """
-    positive_share: Share = 0.25
+    positive_fraction: Share = 0.25
     """Fraction of successful steps in a batch of the success head."""
 
     def __post_init__(self) -> None:
@@ -108,6 +113,7 @@ class LatentEnsembleConfig:
 
     builds: ClassVar[str] = "worldmodels.latent_ensemble:LatentEnsembleModel"
     FIXED: ClassVar[Mapping[str, Any]] = {"decoder_channels": DECODER_CHANNELS}
+    RENAMED: ClassVar[Mapping[str, str]] = {"encoder_share": "encoder_step_ratio"}
 
     encoder: Path | None = None
     """Checkpoint of a latent_ensemble whose encoder is reused, for policies that read it: a second model on the same
@@ -119,14 +125,14 @@ class LatentEnsembleConfig:
     """Channels of the encoder's convolutions, multiples of 8."""
     batch_size: Count = 64
     """Number of frames per training step of the encoder."""
-    encoder_share: NonNegative = 1.0
+    encoder_step_ratio: NonNegative = 1.0
     """Number of training steps of the encoder per training step of the ensemble."""
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
     """Settings of the ensemble that predicts the features."""
 
     def __post_init__(self) -> None:
-        if min(self.features, self.batch_size) < 1 or self.encoder_share <= 0:
-            raise ConfigError("features and batch_size must be at least 1, and encoder_share above 0.")
+        if min(self.features, self.batch_size) < 1 or self.encoder_step_ratio <= 0:
+            raise ConfigError("features and batch_size must be at least 1, and encoder_step_ratio above 0.")
 
 
 @dataclass(frozen=True)
@@ -229,6 +235,7 @@ class RssmConfig:
         "start_share": START_SHARE,
         "success_share": SUCCESS_SHARE,
     }
+    RENAMED: ClassVar[Mapping[str, str]] = {"seen_share": "observed_fraction"}
 
     size: Literal["tiny", "small", "size1m", "size12m"] = "small"
     """Preset: tiny for tests, small for states on one core, and two of DreamerV3's own. The next six settings override
@@ -256,7 +263,7 @@ class RssmConfig:
     """Number of frames after the burn-in in a training subsequence."""
     batch_size: Count = 32
     """Number of subsequences per training step."""
-    seen_share: Share = 0.5
+    observed_fraction: Share = 0.5
     """Fraction of frames after the first few that the posterior reads; the others are predicted by the prior."""
     images: Natural = 8
     """Number of frames per subsequence decoded to images in training."""
@@ -270,8 +277,8 @@ class RssmConfig:
     def __post_init__(self) -> None:
         if min(self.layers, self.burn_in, self.length, self.batch_size, self.images, self.members) < 1:
             raise ConfigError("layers, burn_in, length, batch_size, images and members must be at least 1.")
-        if not 0 <= self.seen_share <= 1:
-            raise ConfigError(f"seen_share={self.seen_share} must be between 0 and 1.")
+        if not 0 <= self.observed_fraction <= 1:
+            raise ConfigError(f"observed_fraction={self.observed_fraction} must be between 0 and 1.")
 
     @property
     def networks(self) -> RssmSize:
@@ -312,6 +319,7 @@ class PixelDiffusionConfig:
 
     builds: ClassVar[str] = "worldmodels.pixel_diffusion:PixelDiffusionModel"
     FIXED: ClassVar[Mapping[str, Any]] = {"unroll_share": UNROLL_SHARE}
+    RENAMED: ClassVar[Mapping[str, str]] = {"first_share": "max_noise_fraction", "hold": "change_threshold"}
 
     size: Literal["tiny", "small", "diamond"] = "small"
     """Preset: tiny for tests, small for 32 to 64 pixels on two cores, or the paper's own. The next three settings
@@ -329,7 +337,7 @@ class PixelDiffusionConfig:
     """Number of frames per training step."""
     unroll: Count = 1
     """Number of times that training feeds the denoiser's own quantised prediction back, in half of the batch rows."""
-    first_share: Share = 0.5
+    max_noise_fraction: Share = 0.5
     """Fraction of batch rows trained at the sampler's initial noise level, where only context and actions determine the
     next frame. DIAMOND has none; 5 % of its rows are about as noisy, and a small model then learns the effect of
     actions late.
@@ -356,8 +364,8 @@ class PixelDiffusionConfig:
             raise ConfigError(f"size='{self.size}' must be one of {', '.join(PIXEL_SIZES)}.")
         if min(self.context, self.batch_size) < 1:
             raise ConfigError("context and batch_size must be at least 1.")
-        if not 0 <= self.first_share <= 1 or self.unroll < 0:
-            raise ConfigError("first_share must be between 0 and 1, and unroll at least 0.")
+        if not 0 <= self.max_noise_fraction <= 1 or self.unroll < 0:
+            raise ConfigError("max_noise_fraction must be between 0 and 1, and unroll at least 0.")
         if min(self.context_noise, self.temperature, self.change_threshold) < 0:
             raise ConfigError("context_noise, temperature and change_threshold must be at least 0.")
         if any(channels % 8 for channels in self.networks.channels):
@@ -410,6 +418,16 @@ class VideoConfig:
 
     builds: ClassVar[str] = "worldmodels.video.model:VideoModel"
     FIXED: ClassVar[Mapping[str, Any]] = {"action_dropout": ACTION_DROPOUT}
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "first_share": "max_noise_fraction",
+        "collapse": "repeat_present_fraction",
+        "bootstrap": "bootstrap_fraction",
+        "autoencoder_share": "autoencoder_step_fraction",
+        "readout_share": "readout_step_fraction",
+        "hold": "change_threshold",
+        "moving": "motion_weight",
+        "divergence": "kl_weight",
+    }
 
     size: Literal["tiny", "small", "medium", "large"] = "small"
     """Preset: 3.5 (small), 14 (medium) or 64 (large) million parameters with two cameras of 64 px, or tiny for tests.
@@ -443,21 +461,21 @@ class VideoConfig:
     """Additional weight, in the autoencoder loss, of pixels that differ from the mean image."""
     kl_weight: NonNegative = 1e-5
     """Weight of the autoencoder's KL term."""
-    autoencoder_share: Share = 0.8
+    autoencoder_step_fraction: Share = 0.8
     """Training steps of the autoencoder, as a fraction of those of fit."""
-    readout_share: Share = 0.5
+    readout_step_fraction: Share = 0.5
     """Training steps of the readout, as a fraction of those of fit."""
     memory_noise: NonNegative = 0.3
     """Maximum training noise on older history frames, in standard deviations."""
     present_noise: NonNegative = 0.2
     """Maximum training noise on recent frames, in standard deviations."""
-    collapse: Share = 0.15
+    repeat_present_fraction: Share = 0.15
     """Fraction of batch rows whose history is the present frame repeated."""
-    first_share: Share = 0.7
+    max_noise_fraction: Share = 0.7
     """Fraction of batch rows trained at the sampler's initial noise level, where only history and actions determine the
     next frames.
     """
-    bootstrap: Share = 0.3
+    bootstrap_fraction: Share = 0.3
     """Fraction of batch rows whose history consists of the model's own cached predictions (Sword's dynamic latent
     bootstrapping), 0 for none.
     """
@@ -484,14 +502,16 @@ class VideoConfig:
         counts = self.recent, self.stride, self.chunk, self.batch_size, self.view_batch_size, self.bootstrap_steps
         if min(counts) < 1 or self.memory < 0:
             raise ConfigError("recent, stride, chunk, batch sizes and steps must be at least 1, and memory at least 0.")
-        shares = self.collapse, self.first_share, self.bootstrap
+        shares = self.repeat_present_fraction, self.max_noise_fraction, self.bootstrap_fraction
         if min(shares) < 0 or max(shares) > 1:
-            raise ConfigError("collapse, first_share and bootstrap must be between 0 and 1.")
+            raise ConfigError(
+                "repeat_present_fraction, max_noise_fraction and bootstrap_fraction must be between 0 and 1."
+            )
         noise = self.memory_noise, self.present_noise, self.temperature
         if min(*noise, self.motion_weight, self.kl_weight, self.change_threshold) < 0:
             raise ConfigError("Noise, temperature, motion_weight, kl_weight and change_threshold must be at least 0.")
-        if min(self.autoencoder_share, self.readout_share) <= 0:
-            raise ConfigError("autoencoder_share and readout_share must be above 0.")
+        if min(self.autoencoder_step_fraction, self.readout_step_fraction) <= 0:
+            raise ConfigError("autoencoder_step_fraction and readout_step_fraction must be above 0.")
         if any(channels % 8 for channels in self.sizes.channels):
             raise ConfigError(f"channels={self.sizes.channels} must be multiples of 8, because of group norm.")
 

@@ -157,7 +157,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
             shape, generator_device = (config.members, config.batch_size), generator.device
             rows = torch.randint(len(data), shape, generator=generator, device=generator_device).cpu()
             batch = {name: getattr(data, name)[rows] for name in ("state", "action", "next_state", "reward")}
-            batch |= success_batch(data, rows[0], successes, config.positive_share, generator)
+            batch |= success_batch(data, rows[0], successes, config.positive_fraction, generator)
             yield {name: value.to(device) for name, value in batch.items()}
 
     @torch.no_grad()

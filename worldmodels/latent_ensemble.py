@@ -183,7 +183,7 @@ class LatentEnsembleModel(nn.Module):
         if not self._learns_encoder:
             return {"ensemble": ensemble}
         encoder = PartStage(self.autoencoder, self.frame_batches, self.autoencoder.losses)
-        return {"encoder": (encoder, self.config.encoder_share), "ensemble": ensemble}
+        return {"encoder": (encoder, self.config.encoder_step_ratio), "ensemble": ensemble}
 
     def frame_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield batches for `FrameAutoencoder.losses` indefinitely; the only state is `generator`."""

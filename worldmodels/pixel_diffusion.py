@@ -12,7 +12,7 @@ their actions after as long.
 
 On the deterministic `reach_planar`, states predicted after 20 imagined steps have an error of 0.56 standard deviations
 at 64 px (2,000 training steps) and 0.32 with the pose as an input. At 32 px with one sampling step, the only one
-trained, it is 0.18 (first_share=1, 4,000 steps). fit.learning_rate=1e-3 works well.
+trained, it is 0.18 (max_noise_fraction=1, 4,000 steps). fit.learning_rate=1e-3 works well.
 
 Axes: N or B rows, K context frames, V elements of all vector fields, A action dimension. Frames are uint8 [..., height,
 width, 3], pixels float [..., 3, height, width] in -1 to 1; several cameras are one frame, stacked in height.
@@ -145,7 +145,7 @@ class PixelDenoiser(nn.Module):
                 break
             context = context[:count]
             clean = (pixels[:count, past + step] - context[:, -1]) / self.change_std
-            shares = config.first_share, generator, config.temperature
+            shares = config.max_noise_fraction, generator, config.temperature
             noisy, sigma, _ = edm.training_noise_with_starts(clean, config.edm, *shares)
             conditions = self.conditions(context, actions[:count, step : step + past], poses[:count, step + past - 1])
             denoised = edm.denoise(partial(self, **conditions), noisy, sigma, config.edm)

@@ -163,7 +163,7 @@ def point_problem(seed: int) -> Problem:
     action = 2 * torch.rand(RECORDED, AXES, generator=generator) - 1
     never = torch.zeros(RECORDED, dtype=torch.bool)
     transitions = Transitions(state, action, -COST * state.norm(dim=1), state + STEP * action, never)
-    agent = SacConfig(width=64, depth=2, rate=3e-3, tau=0.1, temperature=1e-4, learn_temperature=False)
+    agent = SacConfig(width=64, depth=2, learning_rate=3e-3, tau=0.1, temperature=1e-4, learn_temperature=False)
 
     def imagined(truncation: Truncation, penalty: float) -> World:
         return ImaginedWorld(PointModel(), starts, ROWS, truncation=truncation, penalty=penalty)
@@ -185,7 +185,7 @@ def task_problem(task: str, seed: int) -> Problem:
     Two imagined steps: bounded joints leave less room to extrapolate than open space, so the edge must be near.
     """
     transitions, starts = random_play(MujocoWorld(load_task(task), ROWS, seed=seed), seed)
-    agent = SacConfig(width=64, depth=2, rate=3e-3, tau=0.1, temperature=1e-4, learn_temperature=False)
+    agent = SacConfig(width=64, depth=2, learning_rate=3e-3, tau=0.1, temperature=1e-4, learn_temperature=False)
 
     def imagined(truncation: Truncation, penalty: float) -> World:
         simulator = MujocoWorld(load_task(task), ROWS, seed=seed)

@@ -62,7 +62,7 @@ MANY = "finetune.num_envs=128", "finetune.minibatch=256", "finetune.micro_batch=
 EIGHT = "finetune.precision=bf16", "finetune.optimiser=adamw8bit"
 WAYS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "fp32": (("smolvla",), "its expert, fp32", ()),
-    "checkpointing": (("smolvla",), "with checkpointing", ("lerobot.checkpointing=true",)),
+    "checkpointing": (("smolvla",), "with checkpointing", ("lerobot.gradient_checkpointing=true",)),
     "micro": (("smolvla",), "in micro-batches of 4", ("finetune.micro_batch=4",)),
     "bf16": (("smolvla",), "computed in bf16", ("finetune.precision=bf16",)),
     "lora": (("smolvla",), "LoRA of rank 8, two scored steps", ("finetune.lora_rank=8", "finetune.scored_steps=2")),

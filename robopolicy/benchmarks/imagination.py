@@ -127,7 +127,7 @@ def tuned_in_imagination(config: Config, root: Path, task: str, name: str, seed:
         model = modelled(config, root, task, arm.model, seed, model_settings) / "checkpoint"
         paths = [f"finetune.policy={base}", f"imagine.model={model}"]
         if EXPERTS in arm.settings:
-            paths.append(f"finetune.experts=[{demonstrations(root, task, seed)}]")
+            paths.append(f"finetune.expert_datasets=[{demonstrations(root, task, seed)}]")
         run = [*shared_settings, f"run.name={label}", *paths, *arm.settings]
         imagine.run(compose(run))
     return folder

@@ -42,7 +42,7 @@ TOKENS = (
 """Settings of token policies; NGRPO and PRIME were made for tokens, and denoising policies collapse under them."""
 
 STALE = (
-    "finetune.delay=8",
+    "finetune.policy_lag=8",
     "finetune.learning_rate=1e-3",
     "finetune.target_kl=null",
     "finetune.clip=0.2",
@@ -131,8 +131,8 @@ ABLATIONS: dict[str, Ablation] = {
     "mopps": Ablation(
         "Choosing starts of predicted success near one half leaves fewer groups without signal.",
         {
-            "uniform": (SPARSE, *SMALL_GROUPS, "finetune.starts=256"),
-            "MoPPS": (SPARSE, *SMALL_GROUPS, "finetune.starts=256", "finetune.sampler=mopps"),
+            "uniform": (SPARSE, *SMALL_GROUPS, "finetune.num_initial_states=256"),
+            "MoPPS": (SPARSE, *SMALL_GROUPS, "finetune.num_initial_states=256", "finetune.sampler=mopps"),
         },
         base="warm",
         figures=SIGNAL,
@@ -140,8 +140,8 @@ ABLATIONS: dict[str, Ablation] = {
     "knapsack": Ablation(
         "Large groups where outcomes are uncertain leave fewer groups without signal at the same budget.",
         {
-            "uniform": (SPARSE, *SMALL_GROUPS, "finetune.starts=64"),
-            "knapsack": (SPARSE, *SMALL_GROUPS, "finetune.starts=64", "finetune.allocator=knapsack"),
+            "uniform": (SPARSE, *SMALL_GROUPS, "finetune.num_initial_states=64"),
+            "knapsack": (SPARSE, *SMALL_GROUPS, "finetune.num_initial_states=64", "finetune.allocator=knapsack"),
         },
         base="warm",
         figures=SIGNAL,

@@ -27,13 +27,13 @@ from robopolicy.verbs.bench import Benchmark, Table
 
 STEPS = 100_000
 """Control steps in the world; bench.overrides=['online.steps=...'] can say otherwise."""
-SMALL = "online.agent.width=128", "online.updates=0.5"
+SMALL = "online.agent.width=128", "online.utd_ratio=0.5"
 WATCHED = "online.evaluate_at=[0,1,100,500,2000]", "online.evaluate_every=4000"
 CAL_QL = (
     "online.method=actions",
     "online.agent=cal_ql",
     "online.agent.critics=4",
-    "online.agent.subset=2",
+    "online.agent.critic_subset=2",
     "online.agent.layer_norm=true",
     "online.pretrain_steps=2000",
 )
@@ -56,10 +56,10 @@ ARMS = {
     "dsrl": Arm("DSRL", ("online.method=dsrl", "online.agent.critics=4")),
     "wsrl": Arm("WSRL", CAL_QL, logged=True),
     "wsrl_cold": Arm("WSRL without warm-up", (*CAL_QL, "online.warmup=0"), logged=True),
-    "cal_ql_half": Arm("Cal-QL, half of each batch recorded", (*CAL_QL, "online.retain=0.5"), logged=True),
+    "cal_ql_half": Arm("Cal-QL, half of each batch recorded", (*CAL_QL, "online.offline_ratio=0.5"), logged=True),
     "rlpd": Arm(
         "RLPD",
-        ("online.method=actions", "online.agent.critics=4", "online.pretrain_steps=0", "online.retain=0.5"),
+        ("online.method=actions", "online.agent.critics=4", "online.pretrain_steps=0", "online.offline_ratio=0.5"),
         logged=True,
     ),
     "ppo": Arm("PPO in the chain, 62 rows", rows=62),

@@ -58,7 +58,7 @@ IMAGE_MODELS = {
         "world.cameras=[top]",
         "world.image_size=32",
         "worldmodel.config.edm.steps=1",
-        "worldmodel.config.first_share=1.0",
+        "worldmodel.config.max_noise_fraction=1.0",
         "worldmodel.config.temperature=0.0",
         "worldmodel.config.unroll=4",
         "worldmodel.fit.steps=2500",
@@ -120,13 +120,13 @@ BASES = {
     "hundred_steps": Changes((*TRANSFORMER, "policy.sampling_steps=100"), NOISY_LABELS),
     "ten_steps": Changes(("policy.sampling_steps=10", "policy.finetuned_steps=null"), NOISY_LABELS),
     "ten_steps_of_a_transformer": Changes((*TRANSFORMER, "policy.sampling_steps=10")),
-    "hidden_words": Changes(("policy.hidden_words=0.1",)),
+    "hidden_words": Changes(("policy.word_dropout=0.1",)),
     "novice": Changes(("train.fit.steps=60",)),
     "token_novice": Changes((*TOKEN, "train.fit.steps=150")),
 }
 """Pre-trained policies by name. few, many: how many demonstrations; novice: training stopped while success is rare.
 Token policies need more than the dozen demonstrations of pick_place. hundred_steps, ten_steps...: of denoising.
-hidden_words: now and then a word is not heard, so that words that never were heard are not refused later.
+hidden_words: words are dropped at random, so that a policy tolerates words that it never saw.
 """
 
 RECIPES = {"push_cube_moving": ("recipe=push_cube", "world.name=push_cube_moving")}
@@ -233,7 +233,7 @@ def run_variant(config: Config, root: Path, task: str, label: str, variant: Vari
             base, imitated = pretrained(config, root, task, variant.base, seed), variant.base
         output.print(Rule(f"[bold]{task}, {label}, seed {seed}", align="left"))
         experts = demonstrations(root, task, seed, recorded_for(task, imitated)[0])
-        arguments = f"finetune.policy={base / 'checkpoint'}", f"finetune.experts=[{experts}]"
+        arguments = f"finetune.policy={base / 'checkpoint'}", f"finetune.expert_datasets=[{experts}]"
         overrides = [f"run.name={label}", *arguments, *variant.settings]
         finetune.run(compose([*settings_of(config, root, task, seed), *overrides]))
     return Outcome(read_json(run_folder / "result.json"), RunFolder(run_folder).metrics())

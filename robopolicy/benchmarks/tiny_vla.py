@@ -153,7 +153,7 @@ def taught_to_see(folder: Path, dataset: Path, target: Path, steps: int, seed: i
     From what its language model's last layer passes on, a linear head, thrown away afterwards, says the environment's
     state as `dataset` recorded it, in standard deviations. What acts stays as it was.
     """
-    settings = LeRobotSettings(tuning=LeRobotTuning(tuned=Tuned.ALL))
+    settings = LeRobotSettings(tuning=LeRobotTuning(trainable=Tuned.ALL))
     policy = trainable_lerobot(load_lerobot_policy(folder, settings=settings))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -65,7 +65,7 @@ class Scale:
     refresh: int = 2000
     share: float = 0.8
     batch_size: int = 256
-    agent: Td3BcConfig = field(default_factory=lambda: Td3BcConfig(rate=1e-3, tau=0.01, discount=0.9))
+    agent: Td3BcConfig = field(default_factory=lambda: Td3BcConfig(learning_rate=1e-3, tau=0.01, discount=0.9))
     trajectories: TrajectoryConfig = field(default_factory=TrajectoryConfig)
 
 

@@ -52,27 +52,27 @@ SEEING = 400
 
 SCENE = "world.name=push_choice", f"world.cameras=[{CAMERA}]", f"world.image_size={SIZES.image}"
 DEMONSTRATIONS = "collect.episodes=1200", "collect.noise=[0.3]", "collect.label_policy=expert", "collect.label_steps=1"
-STUDENT = "policy.kind=lerobot", "policy.tuned=expert"
+STUDENT = "policy.kind=lerobot", "policy.trainable=expert"
 IMITATION = (
     *STUDENT,
-    "train.keep_conditions=true",
+    "train.cache_encoder_outputs=true",
     "train.fit.steps=8000",
     "train.batch_size=64",
     "train.evaluate_episodes=0",
 )
 TEACHING = (
     "teach.teacher=expert",
-    "teach.keep_conditions=true",
+    "teach.cache_encoder_outputs=true",
     "teach.batch_size=64",
     "teach.episodes=200",
     "teach.fit.steps=1000",
-    "teach.last_steps=16000",
+    "teach.last_round_steps=16000",
     "teach.videos=0",
 )
 TUNING = (
     "lerobot.flow_noise_level=0.2",
-    "lerobot.least_noise=0.2",
-    "finetune.time_limit=end",
+    "lerobot.min_std=0.2",
+    "finetune.time_limit=terminate",
     "finetune.learning_rate=3e-4",
     "finetune.clip=0.05",
     "finetune.epochs=3",

@@ -31,17 +31,19 @@ def guidance_of(
     """
     section, device = config.finetune, choose_device(config.run)
     needs = section.resolved().needs
-    needs_experts = section.expert_rows or Need.EXPERTS in needs
+    needs_experts = section.expert_episode_fraction or Need.EXPERTS in needs
     experts = experts_of(config, world) if needs_experts else None
     teacher = None if section.teacher is None else teacher_of(config, section.teacher, world, policy, needs)
     acting = planned_acting(config.plan, world, imagined, device)
-    pairs = None if section.pairs is None else read_pairs(section.pairs)
+    pairs = None if section.preference_pairs is None else read_pairs(section.preference_pairs)
     return Guidance(teacher, demonstrated(config, world), experts, acting, pairs)
 
 
 def experts_of(config: Config, world: World) -> Episodes:
-    """Read the successful episodes of finetune.experts, by default from the dataset that `collect` wrote."""
-    paths = config.finetune.experts or (default_path(config, "collect", "dataset", None, "finetune.experts"),)
+    """Read the successful episodes of finetune.expert_datasets, by default from the dataset that `collect` wrote."""
+    paths = config.finetune.expert_datasets or (
+        default_path(config, "collect", "dataset", None, "finetune.expert_datasets"),
+    )
     experts = Episodes.concatenate([read_dataset(path, cameras=world.spec.cameras) for path in paths])
     fields = {key: field for key, field in world.spec.observation.items() if key in experts.observation_fields}
     require_recorded("the experts' data", experts, fields, world.spec.action)
@@ -68,10 +70,11 @@ def demonstrated(config: Config, world: World) -> Demonstrations | None:
     section, spec = config.finetune, world.spec
     if section.hint is None:
         return None
-    if not section.starts:
+    if not section.num_initial_states:
         raise ConfigError(
-            f"finetune.hint={section.hint} needs initial states that repeat: set finetune.starts=N, for example 64."
+            f"finetune.hint={section.hint} needs initial states that repeat: set finetune.num_initial_states=N, for "
+            f"example 64."
         )
     expert = build_controller(config.world, world, section.expert)
-    seeds, tasks = start_pool(config.run.seed, section.starts, len(spec.instructions))
+    seeds, tasks = start_pool(config.run.seed, section.num_initial_states, len(spec.instructions))
     return demonstrate(world, expert, seeds, tasks)

@@ -82,7 +82,7 @@ def _as_served(config: Config) -> Config:
     section = config.drive
     if section.robot:
         return config
-    with connected(section, section.patience) as client:
+    with connected(section, section.server_timeout) as client:
         world_entry = client.metadata.get("world")
     source = f"The policy of the server at {client.address.partition('://')[2]}"
     origin = WorldOrigin.from_json(world_entry, source)

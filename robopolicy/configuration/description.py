@@ -16,31 +16,35 @@ _BARE = re.compile(r"(?<![\w.:/\[({'\"-])([a-z][a-z0-9_]*)=(?=[\w\[{\"'-])")
 
 
 RARE = {
-    "FinetuneConfig": "branch_width proximal_decay teacher_until actor_warmup weight_decay gradient_clip clip_rate",
+    "FinetuneConfig": "branch_width proximal_decay teacher_decay_fraction actor_warmup weight_decay gradient_clip"
+    " clip_rate",
     "FinetuneSection": "critic_width",
     "FitConfig": "final_rate weight_decay gradient_clip ema_decay ema_power log_every checkpoint_every",
-    "DistillConfig": "teacher_points",
-    "TeachConfig": "teacher_share",
-    "DenoisingPolicyConfig": "heads denoising_steps spacing clip noise_clip logp_clamp flow_noise_bounds noisy_steps"
+    "DistillConfig": "teacher_chain_fraction",
+    "TeachConfig": "teacher_fraction",
+    "DenoisingPolicyConfig": "heads denoising_steps timestep_spacing clip noise_clip logp_clamp flow_noise_bounds"
+    " noisy_steps"
     " matching_samples",
     "EdmConfig": "sigma_data log_mean log_std sigma_min sigma_max order churn offset_noise",
-    "JointConfig": "heads policy_share aggregate",
+    "JointConfig": "heads policy_fraction aggregate",
     "TokenConfig": "frequencies decode_steps heads feed_forward prompt lora_alpha",
-    "EnsembleConfig": "head_width sample beta positive_share",
-    "LatentEnsembleConfig": "encoder_share",
-    "RssmConfig": "deter blocks hidden stochastic classes channels reward_scale seen_share sample",
+    "EnsembleConfig": "head_width sample beta positive_fraction",
+    "LatentEnsembleConfig": "encoder_step_ratio",
+    "RssmConfig": "deter blocks hidden stochastic classes channels reward_scale observed_fraction sample",
     "PixelDiffusionConfig": "grid channels layers context_noise change_threshold",
     "VideoConfig": "channels latent patch width heads recent stride view_batch_size motion_weight kl_weight"
-    " autoencoder_share readout_share memory_noise present_noise collapse bootstrap_steps change_threshold",
-    "ReadoutConfig": "positive_share imagined_share members",
-    "IqlConfig": "cap",
-    "SacConfig": "target_entropy entropy_backup actor_rate",
+    " autoencoder_step_fraction readout_step_fraction memory_noise present_noise repeat_present_fraction "
+    "bootstrap_steps "
+    "change_threshold",
+    "ReadoutConfig": "positive_fraction imagined_fraction members",
+    "IqlConfig": "max_weight",
+    "SacConfig": "target_entropy entropy_backup actor_learning_rate",
     "GateSection": "metric per_decision",
-    "OnlineConfig": "base_share conservative",
-    "ServerConfig": "maximum_batch maximum_waiting deadline stall chunking_options session_expiry",
-    "WeightedImitationConfig": "cap",
-    "FilteredImitationConfig": "positive",
-    "RecapConfig": "dropout positive",
+    "OnlineConfig": "base_policy_fraction conservative",
+    "ServerConfig": "max_batch_size max_queue_size request_timeout hang_timeout chunking_options session_expiry",
+    "WeightedImitationConfig": "max_weight",
+    "FilteredImitationConfig": "positive_fraction",
+    "RecapConfig": "indicator_dropout positive_fraction",
 }
 """Settings that no recipe, benchmark or README sets, by their class: a verb's page of help only names them."""
 

@@ -174,10 +174,11 @@ def standstill(
     neutral_values, size = dict(neutral or {}), len(kinds)
     custom_positions = tuple(positions) != POSITIONS
     _require_elements("positions", positions if custom_positions else (), names)
-    _require_elements("neutral", tuple(neutral_values), names)
+    _require_elements("hold_values", tuple(neutral_values), names)
     if conflicts := [name for name in neutral_values if custom_positions and name in positions]:
         raise ConfigError(
-            f"'{conflicts[0]}' is in both positions (keeps its value) and neutral (value at rest): remove it from one "
+            f"'{conflicts[0]}' is in both positions (keeps its value) and hold_values (value at rest): remove it from "
+            f"one "
             "of them."
         )
     element_names = tuple(names) or ("",) * size

@@ -74,7 +74,7 @@ def turns_of(action: Field, turns: Mapping[str, float] | None = None, switches: 
     switch. Raises ConfigError on an unknown element.
     """
     periods = dict(turns or {})
-    for setting, names in (("turns", periods), ("switches", switches)):
+    for setting, names in (("periods", periods), ("unblended", switches)):
         if unknown_names := [name for name in names if name not in action.names]:
             hint = (
                 did_you_mean(unknown_names[0], action.names)

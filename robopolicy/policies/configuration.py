@@ -71,6 +71,12 @@ class DenoisingPolicyConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.policies.denoising:DenoisingPolicy"
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "hidden_words": "word_dropout",
+        "spacing": "timestep_spacing",
+        "finetuned_units": "finetuned_steps",
+        "noisy_units": "noisy_steps",
+    }
 
     kind: PolicyKind = PolicyKind.DIFFUSION
     """Policy class: diffusion or flow."""
@@ -101,7 +107,7 @@ class DenoisingPolicyConfig:
     """
     text_features: Count = 64
     """Number of features of an instruction."""
-    hidden_words: Share = 0.0
+    word_dropout: Share = 0.0
     """Word dropout probability in training."""
     prediction: Prediction = Prediction.SAMPLE
     """Prediction target of a diffusion policy (a flow predicts the velocity). With ten steps, sample imitates two to
@@ -113,7 +119,7 @@ class DenoisingPolicyConfig:
     """Number K of denoising steps per policy call."""
     finetuned_steps: Count | None = None
     """Number K' of final denoising steps that are fine-tuned, null for half."""
-    spacing: Spacing = Spacing.LEADING
+    timestep_spacing: Spacing = Spacing.LEADING
     """Spacing of sampling steps: leading ends at the cleanest training noise level, trailing starts at the noisiest."""
     eta: NonNegative = 1.0
     """Noise of diffusion sampling: 1 for DDPM, 0 for DDIM."""
@@ -182,8 +188,8 @@ class DenoisingPolicyConfig:
         for name in ("denoising_steps", "sampling_steps", "matching_samples", "levels_per_sample"):
             if getattr(self, name) > MOST_STEPS:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at most {MOST_STEPS}.")
-        if not 0 <= self.hidden_words < 1:
-            raise ConfigError(f"hidden_words={self.hidden_words} is a fraction of words and must be in [0, 1).")
+        if not 0 <= self.word_dropout < 1:
+            raise ConfigError(f"word_dropout={self.word_dropout} is a fraction of words and must be in [0, 1).")
         if self.text_features < 1:
             raise ConfigError(f"text_features={self.text_features} must be at least 1.")
         if self.history < 1:
@@ -204,6 +210,7 @@ class JointConfig:
 
     builds: ClassVar[str] = "robopolicy.policies.joint:JointModel"
     FIXED: ClassVar[Mapping[str, Any]] = {"futures": FUTURES}
+    RENAMED: ClassVar[Mapping[str, str]] = {"policy_share": "policy_fraction"}
 
     chunk: Count = 4
     """Number of control steps per action chunk."""
@@ -215,7 +222,7 @@ class JointConfig:
     """Number of attention heads of the transformer."""
     batch_size: Count = 256
     """Number of action chunks per training step."""
-    policy_share: Share = 0.5
+    policy_fraction: Share = 0.5
     """Fraction of a batch drawn from successful episodes to train the policy; the rest is from all episodes and trains
     world and value.
     """
@@ -238,8 +245,8 @@ class JointConfig:
             raise ConfigError(f"candidates and values of a joint model must be at most {MOST_PLANNED} each.")
         if self.heads < 1 or self.width % self.heads:
             raise ConfigError(f"A joint model's width {self.width} must be a multiple of its heads, {self.heads}.")
-        if not 0 < self.policy_share < 1:
-            raise ConfigError(f"policy_share={self.policy_share} must be in (0, 1).")
+        if not 0 < self.policy_fraction < 1:
+            raise ConfigError(f"policy_fraction={self.policy_fraction} must be in (0, 1).")
         if self.aggregate not in AGGREGATES:
             raise ConfigError(f"aggregate={self.aggregate} is not known: use one of {', '.join(AGGREGATES)}.")
 

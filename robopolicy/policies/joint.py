@@ -111,7 +111,7 @@ class JointModel(nn.Module):
         cloned = torch.ones(len(episodes), dtype=torch.bool) if success is None or not bool(success.any()) else success
         cloned_steps = cloned[episodes.episode_of_step].nonzero()[:, 0]
         all_steps = torch.arange(episodes.step_count)
-        count = round(config.policy_share * config.batch_size)
+        count = round(config.policy_fraction * config.batch_size)
         role_count = max(1, (config.batch_size - count) // 2)
         data, returns = SequenceData(episodes, self.state_vector.keys), self._returns(episodes)
         while True:

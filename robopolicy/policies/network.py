@@ -172,7 +172,7 @@ class ChunkNetwork(nn.Module):
         self.text_encoder: WordEncoder | None = None
         self.modulation: Modulation | None = None
         if config.text_encoder is not TextEncoder.NONE:
-            self.text_encoder = WordEncoder(instructions, config.text_features, config.hidden_words)
+            self.text_encoder = WordEncoder(instructions, config.text_features, config.word_dropout)
         if config.text_encoder is TextEncoder.FILM:
             self.modulation = Modulation(self.encoder.dimension, config.text_features)
         self.condition_size = condition_size = self.encoder.dimension + config.text_features * (

@@ -38,7 +38,7 @@ def make_schedule(config: DenoisingPolicyConfig, **diffusion: Any) -> DiffusionS
         eta=config.eta,
         min_std=config.min_sampling_std,
         clip=config.clip,
-        spacing=config.spacing,
+        spacing=config.timestep_spacing,
         **diffusion,
     )
 

@@ -200,11 +200,11 @@ class _Running:
 class EpisodePlayer:
     """Plays requests in the rows of a world; keeps episodes in flight between two calls of `play`.
 
-    branching: positions at which episodes split, None for no branching; stop_still: consecutive chunks without movement
-    after which an episode is truncated, as by a time limit, 0 for never; images: storage mode of camera images (not,
-    plain or packed). Raises SpecError if the policy does not match the world. Raises ConfigError if rows must split in
-    a world without save and restore, or at a step that a chunk does not have. It is also raised for splits inside
-    policy calls if the policy cannot continue from there.
+    branching: positions at which episodes split, None for no branching; max_idle_chunks: consecutive chunks without
+    movement after which an episode is truncated, as by a time limit, 0 for never; images: storage mode of camera images
+    (not, plain or packed). Raises SpecError if the policy does not match the world. Raises ConfigError if rows must
+    split in a world without save and restore, or at a step that a chunk does not have. It is also raised for splits
+    inside policy calls if the policy cannot continue from there.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class EpisodePlayer:
         policy: Policy,
         branching: Branching | None = None,
         *,
-        stop_still: int = 0,
+        max_idle_chunks: int = 0,
         images: Keeping = "plain",
     ):
         with about(policy):
@@ -223,7 +223,7 @@ class EpisodePlayer:
                 f"The world '{world.spec.name}' does not support snapshots, so episodes cannot branch in it."
             )
         self.world, self.policy = world, policy
-        self.branching, self.stop_still = branching or Branching(), stop_still
+        self.branching, self.max_idle_chunks = branching or Branching(), max_idle_chunks
         self.images: Keeping = images
         step, steps = self.branching.step, self.branching.steps
         if step is not None and not isinstance(policy, Resumes):
@@ -297,7 +297,7 @@ class EpisodePlayer:
                 step = next(steps_played)
                 self.returns += step.step.reward.sum(-1)
                 new_column = column(step, self.world.spec.instructions, generator.device, version)
-                ended_rows = step.ended | self._stopped(new_column) if self.stop_still else step.ended
+                ended_rows = step.ended | self._stopped(new_column) if self.max_idle_chunks else step.ended
                 store_images(new_column, self.frames, ended_rows)
                 done = np.flatnonzero(ended_rows)
                 self._keep(new_column, generator.device)
@@ -434,7 +434,7 @@ class EpisodePlayer:
             running = self.rows[index]
             if running is not None:
                 running.still = 0 if moves else running.still + 1
-                stopped_rows[index] = running.still >= self.stop_still
+                stopped_rows[index] = running.still >= self.max_idle_chunks
         cut_rows = torch.as_tensor(stopped_rows, device=column["truncated"].device)
         # Whoever ends by itself in this very decision keeps its own end, which may cut the bootstrap.
         column["truncated"] = column["truncated"] | cut_rows & ~column["terminated"] & ~column["horizon_end"]

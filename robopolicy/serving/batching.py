@@ -130,7 +130,7 @@ def gives_way(waiting: Sequence[Waiting], asker: Asker) -> Waiting | None:
 class InferenceQueue:
     """Answers observations [1, H, ...] with action chunks; `start` it on the event loop that calls `infer`.
 
-    maximum_batch: maximum requests in one forward pass; maximum_waiting: maximum waiting requests, further ones are
+    max_batch_size: maximum requests in one forward pass; max_queue_size: maximum waiting requests, further ones are
     refused; deadline: seconds after which a request is dropped; stall: seconds after which a forward pass counts as
     hanging; deterministic: no exploration noise; on_batch: called with the number of requests in every pass; plans:
     computes predictions that continue a robot's remaining actions.
@@ -141,8 +141,8 @@ class InferenceQueue:
         policy: Policy,
         generator: torch.Generator,
         *,
-        maximum_batch: int = 16,
-        maximum_waiting: int = 256,
+        max_batch_size: int = 16,
+        max_queue_size: int = 256,
         deadline: float = 10.0,
         stall: float = 10.0,
         deterministic: bool = True,
@@ -152,7 +152,7 @@ class InferenceQueue:
         self.policy = policy
         self.generator = generator
         self.plans = plans
-        self.maximum_batch, self.maximum_waiting = maximum_batch, maximum_waiting
+        self.max_batch_size, self.max_queue_size = max_batch_size, max_queue_size
         self.deadline, self.stall = deadline, stall
         self.deterministic, self.on_batch = deterministic, on_batch
         self.pass_began: float | None = None
@@ -216,9 +216,9 @@ class InferenceQueue:
         """
         if self.trouble is not None:
             raise BusyError(self.trouble)
-        if len(self._waiting) >= self.maximum_waiting:
+        if len(self._waiting) >= self.max_queue_size:
             busy = BusyError(
-                f"{self.maximum_waiting} requests are waiting already: try again later, or send requests less often."
+                f"{self.max_queue_size} requests are waiting already: try again later, or send requests less often."
             )
             other = gives_way(self._waiting, asker)
             if other is None:
@@ -265,7 +265,7 @@ class InferenceQueue:
         self._waiting = [request for request in self._waiting if not request.answer.done()]
         if not self._waiting:
             return []
-        batch = self._turns.take(self._waiting, self.maximum_batch)
+        batch = self._turns.take(self._waiting, self.max_batch_size)
         batch_set = set(batch)
         self._waiting = [request for request in self._waiting if request not in batch_set]
         return batch

@@ -1,9 +1,10 @@
 """Settings of a policy server and of robots that use it, attached or simulated; imports neither."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.holding import POSITIONS
@@ -35,6 +36,14 @@ def require_key(key: str) -> None:
 class ServerConfig:
     """A policy server."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "stall": "hang_timeout",
+        "deadline": "request_timeout",
+        "maximum_batch": "max_batch_size",
+        "maximum_waiting": "max_queue_size",
+        "with_parent": "exit_with_parent",
+    }
+
     host: str = "127.0.0.1"
     """Address to listen on; addresses other than loopback require an api_key."""
     port: Natural = 8000
@@ -43,13 +52,13 @@ class ServerConfig:
     """Key that clients must send; it can also be set by the environment variable ROBOPOLICY_API_KEY."""
     rename: dict[str, str] = field(default_factory=dict)
     """Mapping from a client's names to the policy's fields: {images/cam_high: observation.images.top}."""
-    maximum_batch: Count = 16
+    max_batch_size: Count = 16
     """Maximum number of requests per forward pass."""
-    maximum_waiting: Count = 256
+    max_queue_size: Count = 256
     """Maximum number of waiting requests; further ones get an error that the server is busy."""
-    deadline: Positive = 10.0
+    request_timeout: Positive = 10.0
     """Timeout of a request in seconds."""
-    stall: Positive = 10.0
+    hang_timeout: Positive = 10.0
     """Seconds of computation after which the policy counts as hanging; /livez then answers 503."""
     chunking: str = field(default="synchronous", metadata={REGISTRY: "robopolicy.inference.configuration:CHUNKINGS"})
     """Consistency of a new chunk with the remaining actions of the last one: synchronous (none), or rtc, trained_rtc,
@@ -60,7 +69,7 @@ class ServerConfig:
     """Options of the chunking method, such as serve.chunking_options.max_guidance_weight=10."""
     session_expiry: Positive = 600.0
     """Seconds without requests after which a robot's observation history is dropped."""
-    with_parent: bool = False
+    exit_with_parent: bool = False
     """Stop when the process that started the server ends, for any reason."""
     certificate: Path | None = None
     """PEM file of a TLS certificate: clients then connect to wss://."""
@@ -73,8 +82,12 @@ class ServerConfig:
         """Raise ConfigError for invalid server settings."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} must be from 1 to 65535, or 0 for any free port.")
-        counts = {"maximum_batch": self.maximum_batch, "maximum_waiting": self.maximum_waiting}
-        seconds = {"deadline": self.deadline, "stall": self.stall, "session_expiry": self.session_expiry}
+        counts = {"max_batch_size": self.max_batch_size, "max_queue_size": self.max_queue_size}
+        seconds = {
+            "request_timeout": self.request_timeout,
+            "hang_timeout": self.hang_timeout,
+            "session_expiry": self.session_expiry,
+        }
         for name, value in (counts | seconds).items():
             if not value > 0:
                 raise ConfigError(f"{name}={value} must be more than 0.")
@@ -106,6 +119,15 @@ class ServerAddress:
 class RobotSettings:
     """Settings for driving a robot."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "turns": "periods",
+        "switches": "unblended",
+        "neutral": "hold_values",
+        "max_age": "max_observation_age",
+        "change": "max_action_change",
+        "patience": "server_timeout",
+    }
+
     prefetch: Natural = 0
     """Request the next chunk when this many steps are left, if the server takes longer than half a step. Success falls
     because observations are then this many steps old.
@@ -116,11 +138,11 @@ class RobotSettings:
     """Number of steps over which a new chunk is blended with the old one. Angles such as yaw take the shorter way;
     grippers and toggles switch at once.
     """
-    turns: dict[str, NonNegative] = field(default_factory=dict)
+    periods: dict[str, NonNegative] = field(default_factory=dict)
     """Mapping from periodic action elements to the size of one turn, in the policy's units: {yaw: 6.2832}. 0 marks
     elements that are neither periodic nor toggles despite their names.
     """
-    switches: tuple[str, ...] = ()
+    unblended: tuple[str, ...] = ()
     """Action elements that switch at once instead of being blended."""
     hold: Literal["auto", "zero", "last"] = "auto"
     """Holding value of action elements whose name and unit do not imply one: zero (velocities, differences) or last
@@ -129,13 +151,13 @@ class RobotSettings:
     """
     positions: tuple[str, ...] = POSITIONS
     """Names of action elements that keep their position while the robot holds still, regardless of unit."""
-    neutral: dict[str, float] = field(default_factory=dict)
+    hold_values: dict[str, float] = field(default_factory=dict)
     """Mapping from action elements to the value they take instead while the robot holds still, in the policy's units:
     {x.vel: 0, throttle: 0.5}.
     """
-    max_age: NonNegative | None = None
+    max_observation_age: NonNegative | None = None
     """Maximum age in seconds of an observation to act on; default: the duration of two chunks."""
-    change: Positive | None = None
+    max_action_change: Positive | None = None
     """Maximum change of an action from the previous one, in the policy's units; an episode's first is compared with the
     robot's position.
     """
@@ -145,38 +167,45 @@ class RobotSettings:
     """
     unbounded: bool = False
     """Allow an attached robot to receive any action when no bounds apply."""
-    patience: NonNegative = 5.0
+    server_timeout: NonNegative = 5.0
     """Seconds for which the server may fail or not answer before the drive ends; the robot holds still meanwhile."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for settings that cannot drive a robot."""
-        if self.change is not None and not 0 < self.change < math.inf:
+        if self.max_action_change is not None and not 0 < self.max_action_change < math.inf:
             raise ConfigError(
-                f"change={self.change} must be more than 0 (the largest change between consecutive actions), or null."
+                f"max_action_change={self.max_action_change} must be more than 0 (the largest change "
+                f"between consecutive actions), or null."
             )
-        if not all(math.isfinite(value) for value in self.neutral.values()):
-            raise ConfigError(f"neutral={self.neutral}: each value must be a finite number, in the policy's units.")
-        if not all(0 <= value < math.inf for value in self.turns.values()):
-            raise ConfigError(f"turns={self.turns}: each must be the length of one turn, more than 0, or 0 for none.")
+        if not all(math.isfinite(value) for value in self.hold_values.values()):
+            raise ConfigError(
+                f"hold_values={self.hold_values}: each value must be a finite number, in the policy's units."
+            )
+        if not all(0 <= value < math.inf for value in self.periods.values()):
+            raise ConfigError(
+                f"periods={self.periods}: each must be the length of one turn, more than 0, or 0 for none."
+            )
         for name, bound in self.bounds.items():
             if len(bound) != 2 or not all(map(math.isfinite, bound)) or bound[0] > bound[1]:
                 raise ConfigError(
                     f"bounds has {name}: {list(bound)}, but must be [LOW, HIGH], finite and LOW at most HIGH."
                 )
-        if self.max_age is not None and not self.max_age > 0:
-            raise ConfigError(f"max_age={self.max_age} must be more than 0 seconds, or null.")
+        if self.max_observation_age is not None and not self.max_observation_age > 0:
+            raise ConfigError(f"max_observation_age={self.max_observation_age} must be more than 0 seconds, or null.")
         if min(self.prefetch, self.latency_steps, self.blend) < 0:
             raise ConfigError(
                 f"prefetch={self.prefetch}, latency_steps={self.latency_steps} and blend={self.blend} must be at "
                 "least 0 control steps."
             )
-        if not 0 < self.patience < math.inf:
-            raise ConfigError(f"patience={self.patience} must be more than 0 seconds.")
+        if not 0 < self.server_timeout < math.inf:
+            raise ConfigError(f"server_timeout={self.server_timeout} must be more than 0 seconds.")
 
 
 @dataclass(frozen=True)
 class AttachedRobot:
     """A LeRobot robot."""
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"answers_within": "robot_timeout", "camera_age": "frozen_camera_timeout"}
 
     robot: str = ""
     """LeRobot robot to drive instead of a world: its type, such as so101_follower (built in, or from an installed
@@ -196,7 +225,7 @@ class AttachedRobot:
     """Instruction for the robot; empty for the policy's only one."""
     seconds: Positive = 30.0
     """Duration of an episode of the robot in seconds."""
-    answers_within: Positive = 1.0
+    robot_timeout: Positive = 1.0
     """Timeout in seconds of the robot's observations and actions, after which it is stopped."""
-    camera_age: Positive = 1.0
+    frozen_camera_timeout: Positive = 1.0
     """Seconds of identical images while the robot moves after which a camera counts as frozen."""

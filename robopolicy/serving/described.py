@@ -340,7 +340,8 @@ def nothing_bounds(policy: DescribedPolicy, open_ended: np.ndarray) -> str:
     return (
         f"No limit applies to {policy.called(open_ended)}: the policy has no bounds, so any action that it outputs "
         "would be sent. Limit the difference between consecutive actions, ActionLimits(change=0.05) (for robopolicy "
-        f"drive: drive.change=0.05), or the range, ActionLimits(low=-1, high=1) (drive.bounds={{{example}: [-1, "
+        f"drive: drive.max_action_change=0.05), or the range, ActionLimits(low=-1, high=1) "
+        f"(drive.bounds={{{example}: [-1, "
         "1]}), in the policy's units; or allow any action: ActionLimits(unbounded=True) (drive.unbounded=true)."
     )
 
@@ -369,9 +370,9 @@ def limits_of(
     open_ended = ~np.isfinite(low) | ~np.isfinite(high)
     if limits_itself is not None:
         open_ended &= ~limits_itself
-    if open_ended.any() and settings.change is None and not settings.unbounded:
+    if open_ended.any() and settings.max_action_change is None and not settings.unbounded:
         raise ConfigError(nothing_bounds(policy, open_ended))
-    return ActionLimits(low=low, high=high, change=settings.change, unbounded=True)
+    return ActionLimits(low=low, high=high, change=settings.max_action_change, unbounded=True)
 
 
 def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:

@@ -202,7 +202,7 @@ class Driver:
         if steps and not self.wait and steps / policy.fps >= self.max_age:
             raise ConfigError(
                 f"latency_steps={steps}: an answer that is delayed by {steps / policy.fps:g} s is older than max_age "
-                f"({self.max_age:g} s), so none would be executed. Reduce it, or increase max_age."
+                f"({self.max_age:g} s), so none would be executed. Reduce it, or increase max_observation_age."
             )
         self.limits.require_fit(policy)
 
@@ -367,7 +367,7 @@ class Driver:
                     "slow, increase patience."
                 )
                 self.error = ServingError(
-                    f"The server has not answered for more than {self.patience:g} s (patience): {reason}"
+                    f"The server has not answered for more than {self.patience:g} s (drive.server_timeout): {reason}"
                 )
             return
         request, self._request = self._request, None
@@ -394,7 +394,7 @@ class Driver:
                 "late",
                 f"An answer arrived {took:.2g} s after its observation, too late to be executed (max_age is "
                 f"{self.max_age:.2g} s): {self.counts['stale']} so far. The robot holds still meanwhile. Use a "
-                "faster policy, request earlier (drive.prefetch), or allow older answers (drive.max_age).",
+                "faster policy, request earlier (drive.prefetch), or allow older answers (drive.max_observation_age).",
             )
             if self._late:  # the one before was too late, too: what is asked at once again only adds to the load
                 self._later()

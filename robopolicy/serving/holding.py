@@ -37,7 +37,8 @@ def unsaid(names: Sequence[str]) -> str:
     listing, first = ", ".join(names), names[0]
     return (
         f"The hold action of {listing} is undefined: neither name nor unit determines it. Set "
-        f"drive.positions=[{first}] to keep its position, or drive.neutral={{{first}: 0}} to stop at 0 (a velocity, "
+        f"drive.positions=[{first}] to keep its position, or drive.hold_values={{{first}: 0}} to stop at 0 (a "
+        f"velocity, "
         "a force, a difference); for all elements: drive.hold=last (positions) or drive.hold=zero (others)."
     )
 
@@ -57,7 +58,7 @@ def holding(
     ConfigError when settings name elements that the actions do not have.
     """
     kinds = kinds_of(names, unit) if names else [kind_of("", unit)] * size
-    standing = standstill(kinds, names, hold=settings.hold, positions=settings.positions, neutral=settings.neutral)
+    standing = standstill(kinds, names, hold=settings.hold, positions=settings.positions, neutral=settings.hold_values)
     keeps_mask, neutral = np.array(standing.keeps, dtype=bool), np.array(standing.neutral)
     source_of_name = {name: (field, place) for field, each in (shown or {}).items() for place, name in enumerate(each)}
     places = [

@@ -119,11 +119,11 @@ def blue_first(robot: "Robot") -> tuple[str, ...]:
 class AttachedLeRobot:
     """A LeRobot robot while it is driven; use it as a context manager, which stops it on exit.
 
-    wire: creates the wiring from the robot's observation and action features; answers_within: maximum seconds for an
-    observation or an action; camera_age: maximum seconds that a camera may repeat one image while the robot moves;
-    settings: hold behaviour of elements for which neither name nor unit defines it, None for the wiring's own. Raises
-    ServingError when the robot cannot be connected, does not answer or repeats a frozen image, ConfigError when it is
-    not calibrated or the hold behaviour of an element is undefined, and the errors of `wire` and the wiring.
+    wire: creates the wiring from the robot's observation and action features; robot_timeout: maximum seconds for an
+    observation or an action; frozen_camera_timeout: maximum seconds that a camera may repeat one image while the robot
+    moves; settings: hold behaviour of elements for which neither name nor unit defines it, None for the wiring's own.
+    Raises ServingError when the robot cannot be connected, does not answer or repeats a frozen image, ConfigError when
+    it is not calibrated or the hold behaviour of an element is undefined, and the errors of `wire` and the wiring.
     """
 
     def __init__(
@@ -131,15 +131,15 @@ class AttachedLeRobot:
         robot: "Robot",
         wire: Callable[[Mapping[str, Any], Mapping[str, Any]], Wiring],
         *,
-        answers_within: float = 1.0,
-        camera_age: float = 1.0,
+        robot_timeout: float = 1.0,
+        frozen_camera_timeout: float = 1.0,
         settings: RobotSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         wiring = wire(robot.observation_features, robot.action_features)
         self.robot, self.wiring = robot, wiring if settings is None else replace(wiring, settings=settings)
         self._stops = ~np.array(self.wiring.standing.keeps, dtype=bool)  # raises where nobody says how to stand still
-        self.answers_within, self.camera_age = answers_within, camera_age
+        self.robot_timeout, self.frozen_camera_timeout = robot_timeout, frozen_camera_timeout
         self._bgr = blue_first(robot)
         self._clock = clock
         self._calls, self._connected = _Calls(), False
@@ -166,7 +166,7 @@ class AttachedLeRobot:
 
     def observe(self) -> dict[str, np.ndarray]:
         """Return the robot's present observation: the policy's fields -> frames [*shape], images RGB."""
-        observation = self._call("return an observation", self.robot.get_observation, self.answers_within)
+        observation = self._call("return an observation", self.robot.get_observation, self.robot_timeout)
         if not is_mapping(observation):
             raise SpecError(
                 f"{self.robot} returned {in_one_line(observation, 80)} instead of an observation with named values."
@@ -205,7 +205,7 @@ class AttachedLeRobot:
     def send(self, action: np.ndarray) -> None:
         """Send `action` [A] to the robot, in the policy's units."""
         command, self._sent = self.wiring.command(action), action
-        self._call("execute an action", lambda: self.robot.send_action(command), self.answers_within)
+        self._call("execute an action", lambda: self.robot.send_action(command), self.robot_timeout)
 
     def stop(self) -> None:
         """Stop the robot at its present position and disconnect it; failures are reported as a warning. May be called
@@ -219,7 +219,7 @@ class AttachedLeRobot:
 
     def _stop(self) -> None:
         failures: list[str] = []
-        is_free = self._calls.rested(self.answers_within)
+        is_free = self._calls.rested(self.robot_timeout)
         if self._shown and self.placed.all() and (is_free or self._stops.any()):
             self._from_beside()  # a call that hangs, such as a camera's, must not keep a base driving
             failures += self._attempted(
@@ -268,7 +268,7 @@ class AttachedLeRobot:
             picture, since, then = self._pictures.get(field, (None, now, place))
             if picture is None or not np.array_equal(picture, image):
                 self._pictures[field] = image.copy(), now, place
-            elif now - since > self.camera_age and (np.abs(place - then) > MOVED).any():
+            elif now - since > self.frozen_camera_timeout and (np.abs(place - then) > MOVED).any():
                 raise ServingError(
                     f"Camera '{name}' has returned the same image for {now - since:.1f} s while the robot moved: it "
                     "is frozen. The robot was stopped."
@@ -360,10 +360,10 @@ def drive_robot(
         prefetch=settings.prefetch,
         latency_steps=settings.latency_steps,
         blend=settings.blend,
-        turns={new_names.get(name, name): turn for name, turn in settings.turns.items()},
-        switches=[new_names.get(name, name) for name in settings.switches],
-        max_age=settings.max_age,
-        patience=settings.patience,
+        turns={new_names.get(name, name): turn for name, turn in settings.periods.items()},
+        switches=[new_names.get(name, name) for name in settings.unblended],
+        max_age=settings.max_observation_age,
+        patience=settings.server_timeout,
         requests=requests,
         notices=notices,
     )

@@ -96,7 +96,7 @@ def serve(policy: Policy, settings: ServerSettings, on_ready: Callable[[int], No
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, signalled)
-        watching = asyncio.create_task(_stop_with_parent(stop)) if settings.with_parent else None
+        watching = asyncio.create_task(_stop_with_parent(stop)) if settings.exit_with_parent else None
         await PolicyServer(policy, settings).run(stop, on_ready)
         if watching is not None:
             watching.cancel()
@@ -140,10 +140,10 @@ class PolicyServer:
         self.queue = InferenceQueue(
             policy,
             Generators(settings.seed, self.device)["serve"],
-            maximum_batch=settings.maximum_batch,
-            maximum_waiting=settings.maximum_waiting,
-            deadline=settings.deadline,
-            stall=settings.stall,
+            max_batch_size=settings.max_batch_size,
+            max_queue_size=settings.max_queue_size,
+            deadline=settings.request_timeout,
+            stall=settings.hang_timeout,
             deterministic=settings.deterministic,
             on_batch=self._count_batch,
             plans=self.plans,
@@ -229,7 +229,7 @@ class PolicyServer:
 
     def _unready(self) -> str | None:
         """Return the reason why the next request would be refused, None if it would be accepted."""
-        if self.queue.trouble is None and len(self.queue) >= self.settings.maximum_waiting:
+        if self.queue.trouble is None and len(self.queue) >= self.settings.max_queue_size:
             return "Busy: the maximum number of requests is waiting."
         return self.queue.trouble
 
@@ -486,7 +486,7 @@ async def _decide(queue: InferenceQueue, log: Log) -> None:
     if isinstance(deciding, CompilesForRows):
         # Who asks several times for each row asks so for more of these sizes, which are powers of one number: all of
         # them have been asked for once each of the first has.
-        for rows in deciding.sizes(queue.maximum_batch):
+        for rows in deciding.sizes(queue.max_batch_size):
             log("compiling", rows=rows)
             await queue.first(observation, rows)
     if queue.plans is not None:  # guided plans load code that nothing else does, for ten seconds on a busy machine

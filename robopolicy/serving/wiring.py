@@ -60,7 +60,7 @@ class Wiring:
         positions = settings.positions
         if positions != POSITIONS:
             positions = tuple(back.get(name, name) for name in positions)
-        neutral = {back.get(name, name): value for name, value in settings.neutral.items()}
+        neutral = {back.get(name, name): value for name, value in settings.hold_values.items()}
         standing = standstill(kinds, self.action, hold=settings.hold, positions=positions, neutral=neutral)
         if settings.hold == "auto" and standing.unknown:
             raise ConfigError(unsaid(standing.unknown))

@@ -59,7 +59,7 @@ class MixedPolicy:
         if other.chunk < learner_spec.chunk:
             raise ConfigError(
                 f"The teacher's chunks have {other.chunk} control steps, the policy's {learner_spec.chunk}, so the "
-                "teacher cannot act in its place: set teacher_acts=0, so that it only labels."
+                "teacher cannot act in its place: set teacher_fraction=0, so that it only labels."
             )
         self.learner, self.turns = learner, turns
 

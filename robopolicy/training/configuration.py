@@ -67,7 +67,9 @@ class RegressionConfig:
 class PretrainConfig(RegressionConfig):
     """Behaviour-cloning defaults."""
 
-    keep_conditions: bool = False
+    RENAMED: ClassVar[Mapping[str, str]] = {"keep_conditions": "cache_encoder_outputs"}
+
+    cache_encoder_outputs: bool = False
     """Cache the encoder's output for each observation; requires a frozen encoder."""
     auxiliary_keys: tuple[str, ...] = ()
     """Vector fields that an auxiliary head predicts from the camera images."""
@@ -78,9 +80,9 @@ class PretrainConfig(RegressionConfig):
         super().__post_init__()
         if not 0 < self.auxiliary_weight < math.inf:
             raise ConfigError(f"auxiliary_weight={self.auxiliary_weight} must be above 0.")
-        if self.keep_conditions and self.auxiliary_keys:
+        if self.cache_encoder_outputs and self.auxiliary_keys:
             raise ConfigError(
-                f"keep_conditions=true requires a frozen encoder, but auxiliary_keys={list(self.auxiliary_keys)} "
+                f"cache_encoder_outputs=true requires a frozen encoder, but auxiliary_keys={list(self.auxiliary_keys)} "
                 "train it: set only one of them."
             )
 
@@ -89,9 +91,11 @@ class PretrainConfig(RegressionConfig):
 class DistillConfig(RegressionConfig):
     """Settings for distilling a policy of many denoising steps into one of few."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"teacher_points": "teacher_chain_fraction"}
+
     steps: Count = 1
     """Number of denoising steps of the student."""
-    teacher_points: Share = 0.25
+    teacher_chain_fraction: Share = 0.25
     """Fraction of training samples from the teacher's denoising chain; the others are from the student's own."""
     batch_size: Count = 512
     """Number of observations per update."""
@@ -99,40 +103,44 @@ class DistillConfig(RegressionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps < 1 or not 0 <= self.teacher_points < 1:
-            raise ConfigError("steps must be at least 1, and teacher_points in [0, 1).")
+        if self.steps < 1 or not 0 <= self.teacher_chain_fraction < 1:
+            raise ConfigError("steps must be at least 1, and teacher_chain_fraction in [0, 1).")
 
 
 @dataclass(frozen=True)
 class TeachConfig(PretrainConfig):
     """Settings for a student that learns from a teacher on the student's own states (DAgger)."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"teacher_share": "teacher_fraction", "last_steps": "last_round_steps"}
+
     rounds: Count = 8
     """Number of rounds of playing and training; in the first the teacher plays."""
     episodes: Count = 100
     """Number of episodes per round."""
-    teacher_share: Share = 0.3
+    teacher_fraction: Share = 0.3
     """Fraction beta of episodes that the teacher plays in the second round; later rounds use its powers beta^2, beta^3
     and so on.
     """
     fit: FitConfig = field(default_factory=lambda: FitConfig(steps=500))
     """Training settings of every round."""
-    last_steps: Count = 3000
+    last_round_steps: Count = 3000
     """Number of training steps of the last round."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.rounds, self.episodes, self.last_steps) < 1 or not 0 <= self.teacher_share <= 1:
-            raise ConfigError("rounds, episodes and last_steps must be at least 1, and teacher_share in [0, 1].")
+        if min(self.rounds, self.episodes, self.last_round_steps) < 1 or not 0 <= self.teacher_fraction <= 1:
+            raise ConfigError(
+                "rounds, episodes and last_round_steps must be at least 1, and teacher_fraction in [0, 1]."
+            )
 
     @property
     def last_fit(self) -> FitConfig:
         """Fit settings of the last round."""
-        return replace(self.fit, steps=self.last_steps)
+        return replace(self.fit, steps=self.last_round_steps)
 
     def played_by_teacher(self, number: int) -> int:
         """Return the number of a round's episodes that the teacher plays; in the first round it plays all."""
-        return round(self.teacher_share**number * self.episodes)
+        return round(self.teacher_fraction**number * self.episodes)
 
 
 LOG_RATIO_CLAMP = 3.0
@@ -149,6 +157,24 @@ class FinetuneConfig(AlgorithmConfig):
     """
 
     FIXED: ClassVar[Mapping[str, Any]] = {"log_ratio_clamp": LOG_RATIO_CLAMP}
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "starts": "num_initial_states",
+        "stop_still": "max_idle_chunks",
+        "delay": "policy_lag",
+        "props": "props_parts",
+        "props_past": "props_past_iterations",
+        "teacher_acts": "teacher_fraction",
+        "teacher_until": "teacher_decay_fraction",
+        "expert_rows": "expert_episode_fraction",
+        "proximal": "proximal_policy",
+        "scored_units": "scored_steps",
+        "branch_unit": "branch_sampling_step",
+        "unfinished": "overprovision",
+        "decisions": "rollout_length",
+        "actor_rate": "learning_rate",
+        "critic_rate": "critic_learning_rate",
+    }
+    RENAMED_VALUES: ClassVar[Mapping[str, Mapping[str, str]]] = {"time_limit": {"cut": "truncate", "end": "terminate"}}
 
     iterations: Count = 60
     """Number of iterations of collection and learning."""
@@ -158,7 +184,7 @@ class FinetuneConfig(AlgorithmConfig):
     """Number of groups of complete episodes per iteration, for algorithms that compare episodes."""
     group_size: Count = 8
     """Number of episodes per group, all with the same initial state."""
-    starts: Natural = 0
+    num_initial_states: Natural = 0
     """Size of the pool of initial states, 0 for new ones in every iteration."""
     branch_at: tuple[Natural, ...] = ()
     """Policy calls before which every running episode splits into branch_width episodes that continue from the same
@@ -174,7 +200,7 @@ class FinetuneConfig(AlgorithmConfig):
     """Number of denoising steps of the branching policy call that branches share, null for none; several, such as
     [0,2], split after each of them, and every branch splits again.
     """
-    stop_still: Natural = 0
+    max_idle_chunks: Natural = 0
     """Consecutive policy calls without movement after which an episode is truncated, as by a time limit; 0 for
     never.
     """
@@ -187,25 +213,25 @@ class FinetuneConfig(AlgorithmConfig):
     alternates collection and learning and is reproducible; 1 was reproducible bit by bit in all measurements, 2 or more
     is not.
     """
-    delay: Natural = 0
+    policy_lag: Natural = 0
     """Fixed age, in updates, of the policy weights used for collection. It alternates with learning; reproducible."""
-    props: Natural = 0
+    props_parts: Natural = 0
     """Number of parts in which an iteration is collected; later parts are steered away from oversampled actions
     (PROPS). 0 disables it.
     """
-    props_past: Natural = 0
+    props_past_iterations: Natural = 0
     """PROPS: number of earlier iterations whose rollouts are kept, steered away from and learned from again."""
-    teacher_acts: Share = 0.0
+    teacher_fraction: Share = 0.0
     """Initial fraction of policy calls taken by the teacher (DAgger's mixture), 0 for none. They are chosen at random
     and used only by auxiliary losses such as dagger.
     """
-    teacher_until: Share = 0.5
-    """Fraction of the run at which teacher_acts has decayed linearly to 0."""
-    expert_rows: NonNegative = 0.0
+    teacher_decay_fraction: Share = 0.5
+    """Fraction of the run at which teacher_fraction has decayed linearly to 0."""
+    expert_episode_fraction: NonNegative = 0.0
     """Number of expert episodes added to an iteration, as a fraction of its own episodes (DynaWeb); 0 for none. Their
     advantages come from their returns. Supported for token policies and algorithms that compare episodes.
     """
-    proximal: Literal["current", "behaviour", "average"] = "current"
+    proximal_policy: Literal["current", "behaviour", "average"] = "current"
     """Centre of the clip range for chunks from older policies: current (the policy before the update, AReaL), behaviour
     (the policy that acted, whose log-probabilities are recorded), or average (an exponential moving average of past
     policies, PPO-EWMA, for all chunks). coefficient=decoupled_ppo also weights by it.
@@ -248,9 +274,9 @@ class FinetuneConfig(AlgorithmConfig):
     """Discount factor per control step; the effective horizon 1 / (1 - discount) should fit within an episode."""
     gae_lambda: Share = 0.95
     """Lambda of generalised advantage estimation, per action chunk."""
-    time_limit: Literal["cut", "end"] = "cut"
-    """Meaning of a time limit: cut truncates the episode (its value is bootstrapped), end terminates it. Use end if an
-    episode has few action chunks: states after the time limit are never visited.
+    time_limit: Literal["truncate", "terminate"] = "truncate"
+    """Meaning of a time limit: truncate (the value beyond it is bootstrapped) or terminate (the episode ends). Use
+    terminate if an episode has few action chunks: states after the time limit are never visited.
     """
     clip: Positive = 0.2
     """Width of the ratio's clip range, at the cleanest denoising step."""
@@ -292,9 +318,10 @@ class FinetuneConfig(AlgorithmConfig):
             raise ConfigError(
                 f"discount={self.discount} must be in (0, 1], and gae_lambda={self.gae_lambda} in [0, 1]."
             )
-        if min(self.overprovision, self.staleness, self.delay) < 0:
+        if min(self.overprovision, self.staleness, self.policy_lag) < 0:
             raise ConfigError(
-                f"overprovision={self.overprovision}, staleness={self.staleness} and delay={self.delay} must be at "
+                f"overprovision={self.overprovision}, staleness={self.staleness} and policy_lag={self.policy_lag} "
+                f"must be at "
                 "least 0."
             )
         if self.patience < 0 or (self.patience and not self.evaluate_every):
@@ -302,27 +329,31 @@ class FinetuneConfig(AlgorithmConfig):
                 f"patience={self.patience} counts evaluations and must be at least 0, but "
                 f"evaluate_every={self.evaluate_every}."
             )
-        if sum(value > 0 for value in (self.staleness, self.delay, self.props)) > 1:
+        if sum(value > 0 for value in (self.staleness, self.policy_lag, self.props_parts)) > 1:
             raise ConfigError(
-                f"staleness={self.staleness} (background collection), delay={self.delay} (synchronous, with old "
-                f"weights) and props={self.props} (adjusted weights) exclude each other: set only one."
+                f"staleness={self.staleness} (background collection), policy_lag={self.policy_lag} (synchronous, with "
+                f"old "
+                f"weights) and props_parts={self.props_parts} (adjusted weights) exclude each other: set only one."
             )
-        if self.props_past and not self.props:
-            raise ConfigError(f"props_past={self.props_past} needs props: set props to 2 parts or more.")
-        if self.overprovision and self.props:
+        if self.props_past_iterations and not self.props_parts:
             raise ConfigError(
-                f"overprovision={self.overprovision} cannot be combined with props={self.props}: unfinished "
+                f"props_past_iterations={self.props_past_iterations} needs props_parts: set it to 2 parts or more."
+            )
+        if self.overprovision and self.props_parts:
+            raise ConfigError(
+                f"overprovision={self.overprovision} cannot be combined with props_parts={self.props_parts}: "
+                f"unfinished "
                 "groups would move to the next part."
             )
-        if self.stop_still < 0:
-            raise ConfigError(f"stop_still={self.stop_still} must be at least 0.")
-        if not 0 <= self.teacher_acts <= 1 or self.teacher_until <= 0:
+        if self.max_idle_chunks < 0:
+            raise ConfigError(f"max_idle_chunks={self.max_idle_chunks} must be at least 0.")
+        if not 0 <= self.teacher_fraction <= 1 or self.teacher_decay_fraction <= 0:
             raise ConfigError(
-                f"teacher_acts={self.teacher_acts} must be a fraction of the policy calls in [0, 1], and "
-                f"teacher_until={self.teacher_until} a fraction of the run above 0."
+                f"teacher_fraction={self.teacher_fraction} must be a fraction of the policy calls in [0, 1], and "
+                f"teacher_decay_fraction={self.teacher_decay_fraction} a fraction of the run above 0."
             )
-        if self.expert_rows < 0:
-            raise ConfigError(f"expert_rows={self.expert_rows} must be at least 0.")
+        if self.expert_episode_fraction < 0:
+            raise ConfigError(f"expert_episode_fraction={self.expert_episode_fraction} must be at least 0.")
         if not 0 <= self.proximal_decay < 1:
             raise ConfigError(f"proximal_decay={self.proximal_decay} must be in [0, 1); 0 disables the average.")
         if self.actor_warmup < 1:
@@ -358,17 +389,23 @@ class OnlineConfig:
     outside [0, 1], and on counts below their minimum.
     """
 
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "retain": "offline_ratio",
+        "updates": "utd_ratio",
+        "base_share": "base_policy_fraction",
+    }
+
     steps: Natural = 100_000
     """Number of environment steps (control steps), including the warm-up; never exceeded, and 0 plays none."""
     warmup: Natural = 5000
     """Number of environment steps played by the frozen policy before the first update."""
-    updates: NonNegative = 1.0
+    utd_ratio: NonNegative = 1.0
     """Number of updates per action chunk collected since the warm-up, each on one batch."""
     batch_size: Count = 256
     """Number of action chunks per batch."""
-    retain: Share = 0.0
+    offline_ratio: Share = 0.0
     """Fraction of every batch drawn from recorded data: 0 discards it (WSRL), 0.5 keeps half (RLPD)."""
-    base_share: Share = 0.0
+    base_policy_fraction: Share = 0.0
     """Fraction of policy calls that the frozen policy still takes after the warm-up."""
     moments: Literal["reset", "keep"] = "reset"
     """Optimiser moments at the start of online learning: reset, or kept from training on the recorded data."""
@@ -382,11 +419,12 @@ class OnlineConfig:
     """Number of episode batches between checkpoints for resuming."""
 
     def __post_init__(self) -> None:
-        if not (0 <= self.retain <= 1 and 0 <= self.base_share <= 1):
+        if not (0 <= self.offline_ratio <= 1 and 0 <= self.base_policy_fraction <= 1):
             raise ConfigError(
-                f"retain={self.retain} and base_share={self.base_share} are fractions and must be in [0, 1]."
+                f"offline_ratio={self.offline_ratio} and base_policy_fraction={self.base_policy_fraction} are "
+                f"fractions and must be in [0, 1]."
             )
-        if min(self.steps, self.warmup, self.evaluate_every, *self.evaluate_at, 0) < 0 or self.updates < 0:
-            raise ConfigError("steps, warmup, updates, evaluate_every and evaluate_at must not be negative.")
+        if min(self.steps, self.warmup, self.evaluate_every, *self.evaluate_at, 0) < 0 or self.utd_ratio < 0:
+            raise ConfigError("steps, warmup, utd_ratio, evaluate_every and evaluate_at must not be negative.")
         if self.batch_size < 1 or self.checkpoint_every < 1:
             raise ConfigError("batch_size and checkpoint_every must be at least 1.")

@@ -82,9 +82,9 @@ class Distillation(nn.Module):
         point, time = _drawn(student_path[:, : self.config.steps], student.schedule.times, draw(rows))
         # Noise is already the first point of the student's chain, and at the clean action there is nothing to learn.
         inner = path.shape[1] - 2  # points of the teacher's chain between noise and action
-        if inner and self.config.teacher_points:
+        if inner and self.config.teacher_chain_fraction:
             teacher_point, at = _drawn(path[:, 1:-1], teacher.schedule.times[1:], draw(rows))
-            use_teacher = draw(rows) < self.config.teacher_points
+            use_teacher = draw(rows) < self.config.teacher_chain_fraction
             point, time = (
                 torch.where(use_teacher[:, None, None], teacher_point, point),
                 torch.where(use_teacher, at, time),
@@ -181,7 +181,7 @@ def few_step_student(teacher: DenoisingPolicy, steps: int = 1) -> DenoisingPolic
         config,
         sampling_steps=steps,
         # Trailing: the grid ends at the noisiest level, where the first (perhaps only) step begins.
-        spacing=Spacing.TRAILING,
+        timestep_spacing=Spacing.TRAILING,
         prediction=Prediction.SAMPLE if diffusion else config.prediction,
         likelihood=Likelihood.CHAIN,
         finetuned_steps=finetuned_steps,

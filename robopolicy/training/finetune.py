@@ -184,9 +184,9 @@ class _Finetuning:
             policy, self.critic, base, self.algorithm, config, instructions, self.models, self.teacher, experts
         )
         self.expert_rows = guidance.expert_rows(
-            policy, instructions, config.expert_rows, self.algorithm, self.generators
+            policy, instructions, config.expert_episode_fraction, self.algorithm, self.generators
         )
-        self.turns = guidance.turns(config.teacher_acts, config.teacher_until)
+        self.turns = guidance.turns(config.teacher_fraction, config.teacher_decay_fraction)
         draws, acting = self.generators["act"], guidance.who_acts(self.turns)
         arguments = guidance.demonstrations, acting, guidance.pairs
         others_read = (
@@ -270,7 +270,7 @@ class _Finetuning:
         updated = time.perf_counter()
         collected_rollouts = collected_rollouts.fresh
         metrics = {**episode_metrics(collected_rollouts), **learning, **update}
-        if self.config.staleness or self.config.delay or self.config.overprovision:
+        if self.config.staleness or self.config.policy_lag or self.config.overprovision:
             played_mask = collected_rollouts.played
             metrics["staleness"] = float(
                 (self.iteration - collected_rollouts.policy_version[played_mask]).float().mean()
@@ -297,7 +297,7 @@ class _Finetuning:
         instructions = self.world.spec.instructions
         sources = Sources(self.policy, self.teacher, instructions, self.generators, self.iteration)
         # Before anything reads ends: values, returns and side models must agree on what a time limit means.
-        if self.config.time_limit == "end":
+        if self.config.time_limit == "terminate":
             rollouts = rollouts.ended_by_limits()
         rollouts = provide(rollouts, self.algorithm.needs, sources)
         for model in self.models.values():
@@ -335,7 +335,7 @@ class _Finetuning:
         stale = prepared_rollouts.played & (prepared_rollouts.policy_version != self.iteration)
         # Decoupled PPO: the behaviour policy is too old to clip around, so the present policy, before the update, is
         # the proximal one.
-        if bool(stale.any()) and self.config.proximal == "current":
+        if bool(stale.any()) and self.config.proximal_policy == "current":
             prepared_rollouts = replace(
                 prepared_rollouts, logp_proximal=rescored(prepared_rollouts, self.policy, instructions)[0]
             )

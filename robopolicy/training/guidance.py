@@ -61,7 +61,8 @@ class ExpertRows:
     ):
         if not isinstance(policy, TellsSteps):
             raise ConfigError(
-                f"expert_rows={share:g}: {type(policy).__name__} cannot compute log-probabilities of an expert's "
+                f"expert_episode_fraction={share:g}: {type(policy).__name__} cannot compute log-probabilities of an "
+                f"expert's "
                 "actions; token policies can. Any policy can imitate experts with auxiliaries=[experts]."
             )
         if episodes.reward is None:
@@ -235,10 +236,10 @@ class Guidance:
         if not share:
             return None
         if self.experts is None:
-            raise ConfigError(f"expert_rows={share:g} needs expert episodes (experts=[DATASET]).")
+            raise ConfigError(f"expert_episode_fraction={share:g} needs expert episodes (expert_datasets=[DATASET]).")
         if not algorithm.needs & WHOLE:
             raise ConfigError(
-                f"expert_rows={share:g} needs an algorithm that trains on complete episodes, such as grpo."
+                f"expert_episode_fraction={share:g} needs an algorithm that trains on complete episodes, such as grpo."
             )
         return ExpertRows(policy, self.experts, instructions, share, draws["expert rows"], algorithm.rewards)
 
@@ -247,7 +248,7 @@ class Guidance:
         if not first:
             return None
         if self.teacher is None:
-            raise ConfigError(f"teacher_acts={first:g} needs a teacher (teacher=CHECKPOINT).")
+            raise ConfigError(f"teacher_fraction={first:g} needs a teacher (teacher=CHECKPOINT).")
         return TeacherTurns(self.teacher, first, until)
 
     def who_acts(self, turns: TeacherTurns | None) -> Acting | None:

@@ -99,7 +99,8 @@ class MemoryBudget:
                 f"Fine-tuning needs about {in_bytes(self.ahead)} more memory, but only {in_bytes(available)} are "
                 f"free. {advice} Or lower minibatch={self.minibatch}, or the {self.decisions} action chunks per "
                 f"iteration (num_envs x rollout_length, {in_bytes(self.kept)}), or set packed_images=true or "
-                "lora_rank=8 (for LeRobot policies also lerobot.checkpointing=true and lerobot.keep_prefix=false)."
+                "lora_rank=8 (for LeRobot policies also lerobot.gradient_checkpointing=true and "
+                "lerobot.cache_encoder_outputs=false)."
             )
         _warn_if_close(self.ahead, available)
 
@@ -122,10 +123,10 @@ def held_by(needs: frozenset[Need], config: FinetuneConfig) -> tuple[str, ...]:
     holders = ["tuned", "base", "best"]
     if Need.BASE in needs:
         holders.append("reference")
-    if config.props or config.staleness or config.delay:
+    if config.props_parts or config.staleness or config.policy_lag:
         holders.append("acting")
-    holders += ["earlier"] * (config.delay + 1 if config.delay else min(config.staleness, 1))
-    if config.proximal == "average":
+    holders += ["earlier"] * (config.policy_lag + 1 if config.policy_lag else min(config.staleness, 1))
+    if config.proximal_policy == "average":
         holders += ["average", "average before"]
     return tuple(holders)
 

@@ -145,7 +145,7 @@ def counted_on(
         have |= {Need.FINISHES} if isinstance(policy, FinishesChain) else set()
     if config.group_size > 1 or config.branch_at:  # the leaves of one root are a group
         have |= {Need.GROUPS, Need.WHOLE_GROUPS}
-    if config.starts:
+    if config.num_initial_states:
         have.add(Need.STARTS)
     if len(world.spec.instructions) > 1:
         have.add(Need.INSTRUCTIONS)

@@ -263,7 +263,7 @@ class Online:
     @property
     def share(self) -> float:
         """Current fraction of chunks from the frozen policy."""
-        return 1.0 if self.warming_up else self.config.base_share
+        return 1.0 if self.warming_up else self.config.base_policy_fraction
 
     def keep(self, played: PlayedStep[tuple[Tensor, Tensor]], first: int) -> tuple[Tensor, Tensor]:
         """Store the executed chunks; return their indices and rows, both [n].
@@ -296,7 +296,7 @@ class Online:
         if not self.switched:
             self.switch()
         # Fractions of an update are carried over, so `updates` may be below one a decision.
-        self.owed += decisions * self.config.updates
+        self.owed += decisions * self.config.utd_ratio
         while self.owed >= 1:
             self.figures = self.agent.update(self.batch(), self.generators["update"])
             self.owed, self.updates = self.owed - 1, self.updates + 1
@@ -317,7 +317,7 @@ class Online:
     def batch(self) -> Transitions:
         """Sample a batch: own chunks, and the retained fraction of recorded ones."""
         config, draws = self.config, self.generators["batches"]
-        retained = round(config.retain * config.batch_size)
+        retained = round(config.offline_ratio * config.batch_size)
         own_batch = self.experience.transitions.draw(config.batch_size - retained, draws)
         if not retained or self.recorded is None:
             return own_batch
@@ -408,8 +408,10 @@ def learn_online(
     the same call resumes with a bit-identical result. Raises ConfigError when recorded data is requested and missing,
     SpecError when policy and world do not match, NonFiniteError naming the update.
     """
-    if recorded is None and (config.retain or begins == "recorded"):
-        raise ConfigError(f"retain={config.retain:g} samples from recorded action chunks, and there are none.")
+    if recorded is None and (config.offline_ratio or begins == "recorded"):
+        raise ConfigError(
+            f"offline_ratio={config.offline_ratio:g} samples from recorded action chunks, and there are none."
+        )
     require_fit(policy.spec, world.spec)
     generators = Generators(derive(seed, "online"), next(policy.agent.parameters()).device)
     into_the_world(policy.agent, config)

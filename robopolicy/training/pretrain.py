@@ -65,13 +65,13 @@ def imitate(
 ) -> FitResult:
     """Fit `policy` to all episodes of `parts` with the settings of config; `label` names the progress bar.
 
-    read: cached conditions of the first parts (config.keep_conditions), [N, ...] by name; those of the other parts are
-    appended. head: predicts config.auxiliary_keys from the policy's features, and is trained with it. Raises as
-    `pretrain`.
+    read: cached conditions of the first parts (config.cache_encoder_outputs), [N, ...] by name; those of the other
+    parts are appended. head: predicts config.auxiliary_keys from the policy's features, and is trained with it. Raises
+    as `pretrain`.
     """
     require_lowering(policy, config.precision)
     device, read = next(policy.parameters()).device, [] if read is None else read
-    if config.keep_conditions:  # part by part, as when nobody killed the run
+    if config.cache_encoder_outputs:  # part by part, as when nobody killed the run
         read += [read_once(policy, part.to(device), config.precision) for part in parts[len(read) :]]
     episodes = (parts[0] if len(parts) == 1 else Episodes.concatenate(parts)).to(device)
     batches = regression_batches(policy, episodes, config.batch_size, generators["batches"], read)
@@ -201,8 +201,8 @@ def _resting(policy: Trainable) -> LearnsFromCondition:
     if isinstance(policy, LearnsFromCondition) and policy.learns_from_condition and policy.caches_condition:
         return policy
     raise ConfigError(
-        "keep_conditions=true caches the outputs of a frozen image encoder, and this policy has none: freeze the "
-        "encoder (for LeRobot policies policy.tuned=expert), or set keep_conditions=false."
+        "cache_encoder_outputs=true caches the outputs of a frozen image encoder, and this policy has none: freeze the "
+        "encoder (for LeRobot policies policy.trainable=expert), or set cache_encoder_outputs=false."
     )
 
 
@@ -222,7 +222,8 @@ def _require_room(made: Mapping[str, Tensor], steps: int, device: torch.device) 
     each, available = sum(value[0].nbytes for value in made.values()), free_memory(device)
     if available is not None and each * steps > available:
         raise ConfigError(
-            f"keep_conditions=true would keep {in_bytes(each)} of each of {steps} steps, {in_bytes(each * steps)}, and "
+            f"cache_encoder_outputs=true would keep {in_bytes(each)} of each of {steps} steps, "
+            f"{in_bytes(each * steps)}, and "
             f"{in_bytes(available)} are free: leave it false, or take fewer episodes."
         )
     return each * steps

@@ -135,7 +135,7 @@ class Learner:
         self.live: Tensor | None = None
         self.most, self.chooses = self.sampling_steps, True
         self.by_episode = by_episode(algorithm, config)
-        self.average = PolicyAverage(policy, config.proximal_decay) if config.proximal == "average" else None
+        self.average = PolicyAverage(policy, config.proximal_decay) if config.proximal_policy == "average" else None
 
     def update(
         self, rollouts: Rollouts, context: Context, draws: torch.Generator, where: str, *, train_actor: bool = True

@@ -115,7 +115,8 @@ def nothing_paid(seen: Evidence, config: FinetuneConfig, world: str = "", inside
     if not seen.paid or any(seen.success):
         return ""
     ways = (
-        "start from demonstrated states (finetune.algorithm=grpo finetune.hint=guide finetune.starts=64), pre-train "
+        "start from demonstrated states (finetune.algorithm=grpo finetune.hint=guide finetune.num_initial_states=64), "
+        "pre-train "
         "on better demonstrations (`robopolicy train`), or distil a successful teacher (`robopolicy teach`)"
     )
     if ":" in world:  # an outside environment, whose reward is an option
@@ -261,9 +262,9 @@ def print_advice(
         )
     # Where a time limit is no end, what would have come after it counts, and no episode shows that to the critic.
     horizon_steps = 1 / max(1 - section.discount, 1e-9)
-    if critic and horizon and horizon_steps > horizon and section.time_limit == "cut":
+    if critic and horizon and horizon_steps > horizon and section.time_limit == "truncate":
         output.print(
             f"The critic's effective horizon is 1 / (1 - finetune.discount) = {horizon_steps:.0f} control steps, "
             f"longer than an episode ({horizon}): try finetune.discount={max(0.5, 1 - 2 / horizon):.2g} or "
-            "finetune.time_limit=end first."
+            "finetune.time_limit=terminate first."
         )

@@ -91,7 +91,7 @@ def serve_and_drive(stages: Config, root: Path) -> dict[str, Any]:
     """Serve the tuned policy and drive a simulated robot, each in its own process; return the robot's results."""
     checkpoint, figures = run_path(stages, "finetune") / "checkpoint", root / "drive.json"
     command = [sys.executable, "-m", "robopolicy.cli"]
-    serve = [*command, "serve", str(checkpoint), "serve.port=0", "serve.with_parent=true"]
+    serve = [*command, "serve", str(checkpoint), "serve.port=0", "serve.exit_with_parent=true"]
     with open(root / "server.log", "w") as log:
         server = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=log, text=True)
     try:

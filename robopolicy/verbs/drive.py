@@ -52,7 +52,7 @@ def run(config: Config) -> int:
     section = config.drive
     if section.robot:
         return _run_robot(config)
-    with connected(section, section.patience) as client:
+    with connected(section, section.server_timeout) as client:
         simulated = _as_seen(config.world, client)
         if described_policy(client.metadata).ahead:  # then the driver lets decisions take their time
             simulated = replace(simulated, options=without_latency(simulated.options))
@@ -73,7 +73,7 @@ def _run_robot(config: Config) -> int:
     """Drive a LeRobot robot."""
     section = config.drive
     attached = narrowed(AttachedRobot, section)
-    with connected(section, section.patience) as client:
+    with connected(section, section.server_timeout) as client:
         lerobot_robot = make_lerobot_robot(section.robot, section.robot_options)
 
         def wire(shows: Mapping[str, Any], takes: Mapping[str, Any]) -> Wiring:
@@ -81,7 +81,11 @@ def _run_robot(config: Config) -> int:
 
         settings = _settings(config, client)
         robot = AttachedLeRobot(
-            lerobot_robot, wire, answers_within=section.answers_within, camera_age=section.camera_age, settings=settings
+            lerobot_robot,
+            wire,
+            robot_timeout=section.robot_timeout,
+            frozen_camera_timeout=section.frozen_camera_timeout,
+            settings=settings,
         )
         output.print(robot.wiring.text(), markup=False)
         with _ended_by_signals(), robot:
@@ -133,7 +137,7 @@ def _without_effect(config: Config, policy: DescribedPolicy) -> Iterator[str]:
     if section.hold != "auto" and Kind.UNKNOWN not in policy.kinds:
         yield (
             f"drive.hold={section.hold} has no effect: names and units define the hold action of every element "
-            "(override with drive.positions or drive.neutral)."
+            "(override with drive.positions or drive.hold_values)."
         )
     if section.blend and policy.ahead:
         yield (
@@ -145,8 +149,11 @@ def _without_effect(config: Config, policy: DescribedPolicy) -> Iterator[str]:
             f"drive.blend={section.blend} has no effect: with drive.prefetch=0 a chunk is completely executed before "
             "the next one arrives."
         )
-    if section.max_age is not None and section.rate < 0:
-        yield f"drive.max_age={section.max_age:g} has no effect: with drive.rate=-1 the robot waits for every answer."
+    if section.max_observation_age is not None and section.rate < 0:
+        yield (
+            f"drive.max_observation_age={section.max_observation_age:g} has no effect: with drive.rate=-1 the robot "
+            "waits for every answer."
+        )
 
 
 def _figures(result: Mapping[str, Any]) -> str:

@@ -186,10 +186,10 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
         budget = plan(policy, rows * length, minibatch, learning.scored_steps, holders)
     if config.finetune.teacher is not None:
         budget = replace(budget, teacher=weights_bytes(checkpoint_in(config.finetune.teacher)))
-    if not (isinstance(base, Tunable) and config.lerobot.checkpointing):
+    if not (isinstance(base, Tunable) and config.lerobot.gradient_checkpointing):
         return budget
     # On the way back the activations of one step at a time are there again, as they are without checkpointing.
-    plain_policy = base.tuned_by(replace(config.lerobot, checkpointing=False)).to_trainable()
+    plain_policy = base.tuned_by(replace(config.lerobot, gradient_checkpointing=False)).to_trainable()
     plain_policy.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
     with learning_in(learning.precision):
         step = plan(plain_policy, rows * length, minibatch, 1)

@@ -175,7 +175,7 @@ def plan_simulator(config: Config, root: Path, policy: Policy, plan: dict[str, A
     stage = partial(stage_of, config, root)
     tuning = [f"recipe={recipe}", setting("finetune.policy", path), "finetune.videos=0"]
     if len(spec.instructions) > 1 and "success" in plan.get("labels", ()):
-        tuning += ["finetune.auxiliaries=[experts]", setting("finetune.experts", [str(section.data)])]
+        tuning += ["finetune.auxiliaries=[experts]", setting("finetune.expert_datasets", [str(section.data)])]
         plan["reasons"].append(IMITATING)
     elif section.data is not None:
         plan["reasons"].append(f"{SIMULATED} The log is therefore not used.")

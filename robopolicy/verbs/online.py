@@ -2,10 +2,10 @@
 
 online.method=dsrl: the agent chooses the noise that a frozen diffusion or flow policy denoises (DSRL).
 online.method=actions: the agent outputs action chunks itself; with online.dataset it first trains on recorded data, and
-online.steps=0 stops there. A frozen policy plays the first online.warmup steps. online.retain=0 then uses online data
-only (WSRL: online.agent=cal_ql); online.retain=0.5 keeps half of every batch recorded (RLPD). Success is measured after
-0, 1, 100 and 500 updates, to show a dip. Base and result are evaluated on the same seeds, which nothing else uses. If
-interrupted, run the same command again: it resumes and gives the same result.
+online.steps=0 stops there. A frozen policy plays the first online.warmup steps. online.offline_ratio=0 then uses online
+data only (WSRL: online.agent=cal_ql); online.offline_ratio=0.5 keeps half of every batch recorded (RLPD). Success is
+measured after 0, 1, 100 and 500 updates, to show a dip. Base and result are evaluated on the same seeds, which nothing
+else uses. If interrupted, run the same command again: it resumes and gives the same result.
 """
 
 import copy
@@ -249,7 +249,7 @@ def why_no_gain(curve: Sequence[tuple[int, float]], success: bool, method: str) 
     if best > first:
         return (
             f"It reached {best:.3g} during training and dropped to {last:.3g}: a smaller learning rate is more "
-            "stable, online.agent.rate=1e-4."
+            "stable, online.agent.learning_rate=1e-4."
         )
     return (
         f"After {curve[-1][0]} updates it is at {last:.3g}, starting from {first:.3g}: train for more steps "

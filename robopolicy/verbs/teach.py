@@ -99,7 +99,7 @@ def plan(config: Config, teacher: Teacher, world: World, device: torch.device) -
     It is built from one teacher episode before the first round. Raises ConfigError when less memory is free or its
     encoder outputs cannot be cached, and the errors of `new_head`.
     """
-    if not (began_elsewhere(config.policy.config) or config.teach.keep_conditions or config.teach.auxiliary_keys):
+    if not (began_elsewhere(config.policy.config) or config.teach.cache_encoder_outputs or config.teach.auxiliary_keys):
         return
     section = config.teach
     seeds, draws = episode_seeds(config.run.seed, "teach/plan", 1), torch.Generator(device)
@@ -108,7 +108,7 @@ def plan(config: Config, teacher: Teacher, world: World, device: torch.device) -
     say_model(student, section)
     if section.auxiliary_keys:
         new_head(student, episodes, section, config.run.seed)
-    if section.keep_conditions:
+    if section.cache_encoder_outputs:
         steps = section.rounds * section.episodes * episodes.step_count
         output.print(plan_conditions(student, episodes, steps, section.precision))
 

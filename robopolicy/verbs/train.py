@@ -251,7 +251,9 @@ def learn(config: Config, policy: Trainable, episodes: Episodes, folder: RunFold
     """Train the policy, save it, and return the training result."""
     if not isinstance(policy, Staged):
         return pretrain(policy, episodes, narrowed(PretrainConfig, config.train), folder, seed=config.run.seed)
-    settings = [name for name in ("micro_batch", "keep_conditions", "auxiliary_keys") if getattr(config.train, name)]
+    settings = [
+        name for name in ("micro_batch", "cache_encoder_outputs", "auxiliary_keys") if getattr(config.train, name)
+    ]
     if settings:
         listing = ", ".join(f"train.{name}={getattr(config.train, name)}" for name in settings)
         raise ConfigError(

@@ -119,7 +119,7 @@ def test_shares_and_counts_of_our_own_choice():
         "finetune.learning_rate=0": "finetune.learning_rate is 0: it must be above 0",
         "train.fit.learning_rate=nan": "train.fit.learning_rate is nan",
         "finetune.clip=nan": "finetune.clip is nan",
-        "worldmodel.config.positive_share=7": "worldmodel.config.positive_share is 7",
+        "worldmodel.config.positive_fraction=7": "worldmodel.config.positive_fraction is 7",
         "optimize.max_action_error=nan": "optimize.max_action_error is nan",
         "collect.episodes=5000000000": "collect.episodes is 5000000000: it must be at most 2147483648",
     }.items():

@@ -169,7 +169,7 @@ def test_the_verbs_say_whole_chunks_and_history_does_not_matter(tmp_path, capsys
     assert main(["train", *shared[:3], *states]) == 0
     assert "The teacher labels 3 steps ahead" in capsys.readouterr().out
     small = ["policy.width=16", "policy.depth=1", "teach.rounds=2", "teach.episodes=3", "teach.fit.steps=2"]
-    assert main(["teach", *shared[:3], *small, "teach.last_steps=2", "teach.evaluate_episodes=0",
+    assert main(["teach", *shared[:3], *small, "teach.last_round_steps=2", "teach.evaluate_episodes=0",
                  "teach.teacher=expert"]) == 0  # fmt: skip
     labels = read_dataset(tmp_path / "teach/push_cube/0/rounds/1/dataset").labels
     assert labels is not None and labels.shape[1] == 4

@@ -113,7 +113,7 @@ def agent(kind: str, device: str) -> dict[str, Any]:
         for steps in (2, 3):
             fit_agent(learner, data, steps, 8, Generators(0, device), run=folder)
         policy = AgentPolicy(learner, interface, STATES.fps)
-        config = OnlineConfig(steps=24, warmup=8, batch_size=8, retain=0.5, evaluate_at=(), evaluate_every=0)
+        config = OnlineConfig(steps=24, warmup=8, batch_size=8, offline_ratio=0.5, evaluate_at=(), evaluate_every=0)
         base = plays_policy(made("flow", device), policy)
         learn_online(policy, RandomWorld(4), base, config, recorded=data, begins="already", run=folder)
         loaded = load_policy(folder.checkpoint, device)

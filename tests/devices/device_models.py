@@ -114,6 +114,6 @@ def trajectories(device: str) -> dict[str, Any]:
 def guided(device: str) -> dict[str, Any]:
     """Let a policy guide what such a model draws."""
     spec = replace(STATES, instructions=STATES.instructions[:1])
-    config = GuidedConfig(count=3, length=4, steps=2, width=16)
+    config = GuidedConfig(episodes=3, length=4, steps=2, width=16)
     episodes = guided_episodes(made("flow", device, spec=spec), recorded(spec), config, Generators(0, device), 0)
     return {"lengths": episodes.lengths, "actions": episodes.actions, "observation": dict(episodes.observation)}

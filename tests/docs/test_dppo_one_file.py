@@ -48,7 +48,7 @@ def pair(one_file):
         chunk=8,
         prediction_steps=8,
         sampling_steps=STEPS,
-        spacing=Spacing.LEADING,
+        timestep_spacing=Spacing.LEADING,
         min_sampling_std=0.2,
         min_logprob_std=0.2,
     )

@@ -89,7 +89,10 @@ class Reader:
         sizes = [each for each in ("run.threads=1", *SMALL.get(verb, ())) if each.partition("=")[0] not in given]
         if "policy.kind=lerobot" in rest:  # its network is what the folder says
             sizes = [each for each in sizes if not each.startswith("policy.")]
-        ports = {"serve": [f"serve.port={self.port}", "serve.with_parent=true"], "drive": [f"drive.port={self.port}"]}
+        ports = {
+            "serve": [f"serve.port={self.port}", "serve.exit_with_parent=true"],
+            "drive": [f"drive.port={self.port}"],
+        }
         end = ["&"] if rest[-1:] == ["&"] else []
         if verb in ("serve", "check", "algorithms", "report", "convert"):
             sizes = []

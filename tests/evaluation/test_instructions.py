@@ -163,7 +163,7 @@ def test_the_report_tells_instructions_and_controls_apart(tmp_path):
 @pytest.mark.long
 def test_evaluate_prints_and_keeps_instructions_and_controls(tmp_path, capsys):
     """The whole way through the command line, with a policy that has learned next to nothing."""
-    small = ["recipe=tidy", f"run.root={tmp_path}", "collect.episodes=9", "policy.width=16", "policy.hidden_words=0.2"]
+    small = ["recipe=tidy", f"run.root={tmp_path}", "collect.episodes=9", "policy.width=16", "policy.word_dropout=0.2"]
     small += ["train.fit.steps=2", "train.batch_size=16", "train.evaluate_episodes=0", "world.batch_size=6"]
     for verb in ("collect", "train"):
         assert main([verb, *small]) == 0

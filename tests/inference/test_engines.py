@@ -64,7 +64,7 @@ def _random(seed: int) -> tuple[DenoisingPolicyConfig, bool, int | None]:
         denoising_steps=20,
         sampling_steps=steps,
         prediction=draw.choice(list(Prediction)),
-        spacing=draw.choice(list(Spacing)),
+        timestep_spacing=draw.choice(list(Spacing)),
         eta=draw.choice([0.0, 0.5, 1.0]),
         clip=draw.choice([None, 1.0]),
         noise_clip=draw.choice([None, 2.0]),

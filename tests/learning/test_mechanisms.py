@@ -104,7 +104,7 @@ def test_gigpo_credits_steps_by_what_followed_the_same_state():
 
 @pytest.mark.slow
 def test_mopps_proposes_starts_that_still_teach(tmp_path: Path):
-    setting = {"lengths": tuple(range(1, 9)), "starts": 100, "groups": 8, "group_size": 6}
+    setting = {"lengths": tuple(range(1, 9)), "num_initial_states": 100, "groups": 8, "group_size": 6}
     uniform, _ = signals(tmp_path / "uniform", **setting)
     chosen, _ = signals(tmp_path / "mopps", **setting, sampler="mopps")
     assert chosen > 1.15 * uniform
@@ -112,7 +112,7 @@ def test_mopps_proposes_starts_that_still_teach(tmp_path: Path):
 
 @pytest.mark.slow
 def test_knapsack_plays_more_where_outcomes_are_uncertain(tmp_path: Path):
-    setting = {"lengths": (1, 2, 3, 4, 5), "starts": 200, "groups": 12, "iterations": 40}
+    setting = {"lengths": (1, 2, 3, 4, 5), "num_initial_states": 200, "groups": 12, "iterations": 40}
     uniform, before = signals(tmp_path / "uniform", **setting)
     chosen, after = signals(tmp_path / "knapsack", **setting, allocator="knapsack")
     assert chosen > 1.1 * uniform
@@ -129,7 +129,7 @@ def test_spear_finds_the_way_back_to_rare_successes():
 @pytest.mark.slow
 def test_bapo_survives_steps_on_stale_data_that_break_ppo():
     """A run either learns the lock or falls for good, so a few seeds say little: of twelve, PPO fell in eleven."""
-    stale = {"lengths": (4,), "iterations": 60, "delay": 8, "epochs": 4, "learning_rate": 0.2, "seeds": 12}
+    stale = {"lengths": (4,), "iterations": 60, "policy_lag": 8, "epochs": 4, "learning_rate": 0.2, "seeds": 12}
     plain, _ = successes(**stale)
     adaptive, _ = successes(**stale, coefficient="bapo")
     assert plain.mean() < 0.4

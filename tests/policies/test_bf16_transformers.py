@@ -54,7 +54,7 @@ def scored_again(policy: Any, observation: dict, times: int = 5) -> tuple[Any, t
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "read again"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_lerobots_policies_are_scored_as_they_acted(folders, kind, kept):  # noqa: F811
-    policy = load_trainable(folders[kind], LeRobotTuning(keep_prefix=kept))
+    policy = load_trainable(folders[kind], LeRobotTuning(cache_encoder_outputs=kept))
     policy.prepare_finetuning()
     assert isinstance(policy, LowersPrecision)
     decision, apart, moved = scored_again(policy, observed(policy))
@@ -108,7 +108,9 @@ def gradient(policy: Any, observation: dict, latents: dict, precision: Any) -> t
 def test_gradients_are_nearly_those_of_fp32_and_the_same_where_steps_are_computed_again(folders):  # noqa: F811
     found = {}
     for checkpointing in (False, True):
-        policy = load_trainable(folders["smolvla"], LeRobotTuning(checkpointing=checkpointing, tuned=Tuned.ALL))
+        policy = load_trainable(
+            folders["smolvla"], LeRobotTuning(gradient_checkpointing=checkpointing, trainable=Tuned.ALL)
+        )
         policy.prepare_finetuning()
         observation = observed(policy)
         latents = policy.act(observation, torch.Generator().manual_seed(3)).latents

@@ -59,7 +59,7 @@ def test_shapes_tell_what_weights_would(folder, monkeypatch, checkpointing):
     kind = json.loads((folder / "config.json").read_text())["type"]
     if checkpointing and kind == "act":
         pytest.skip("act has no steps to compute again")
-    tuning = LeRobotTuning(checkpointing=checkpointing)
+    tuning = LeRobotTuning(gradient_checkpointing=checkpointing)
     real = planned(folder, tuning, weights=True)
     monkeypatch.setattr(shapes, "LARGE", 64)  # so that the tiny policy has tensors without numbers as well
     with shapes.shapes_only():
@@ -87,7 +87,7 @@ def test_without_numbers_nothing_is_taken(folder, monkeypatch):
 def test_a_policy_at_its_own_size_is_planned_from_its_configuration_alone(large, tmp_path, capsys, monkeypatch):
     command = ["finetune", f"finetune.policy={large}", "world=push_cube", "world.cameras=[front]"]
     command += ["world.image_size=32", "finetune.dry_run=true", f"run.root={tmp_path / 'runs'}", "finetune.num_envs=4"]
-    fits = ["finetune.rollout_length=2", "finetune.minibatch=1", "lerobot.checkpointing=true"]
+    fits = ["finetune.rollout_length=2", "finetune.minibatch=1", "lerobot.gradient_checkpointing=true"]
     assert main([*command, *fits]) == 0
     said = capsys.readouterr().out
     assert "450 million parameters, 99.8 million trainable" in said and "8 action chunks and a minibatch of 1 " in said

@@ -53,7 +53,7 @@ def test_without_noise_it_is_lerobots_own(folders, kind):
 
 
 def test_log_probabilities_are_a_gaussians(folders):
-    policy = loaded(folders["state"], std=0.2)
+    policy = loaded(folders["state"], exploration_std=0.2)
     with torch.no_grad():
         policy.log_std[1] = torch.tensor(0.05).log()
     policy.record_means = True
@@ -79,7 +79,7 @@ def test_log_probabilities_are_a_gaussians(folders):
 
 
 def test_the_deviation_learns_by_its_score(folders):
-    policy = loaded(folders["state"], std=0.2)
+    policy = loaded(folders["state"], exploration_std=0.2)
     policy.record_means = True
     observation = observed(policy)
     decision = policy.act(observation, torch.Generator().manual_seed(1))
@@ -122,7 +122,7 @@ def test_the_loss_is_lerobots_own_dropout_and_all(folders, tmp_path, kind, vae):
 
 
 def test_demonstrations_are_imitated(folders):
-    policy = loaded(folders["state"], tuned=Tuned.LEROBOT)
+    policy = loaded(folders["state"], trainable=Tuned.LEROBOT)
     observation = observed(policy)
     batch = example_batch(policy.spec, observation)
     batch["action_valid"][:] = True
@@ -140,12 +140,12 @@ def test_demonstrations_are_imitated(folders):
 
 def test_noise_that_was_not_learned_can_still_be_chosen(folders, tmp_path):
     loaded(folders["state"], learn_std=False).save(tmp_path / "saved")
-    assert loaded(tmp_path / "saved", std=0.3).std.tolist() == pytest.approx([0.3, 0.3])
+    assert loaded(tmp_path / "saved", exploration_std=0.3).std.tolist() == pytest.approx([0.3, 0.3])
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_what_is_saved_is_lerobots_again_and_keeps_its_noise(folders, tmp_path, rank):
-    policy = loaded(folders["camera"], std=0.3)
+    policy = loaded(folders["camera"], exploration_std=0.3)
     policy.prepare_finetuning()
     observation = observed(policy)
     before = noise_free(policy, observation)
@@ -162,10 +162,10 @@ def test_what_is_saved_is_lerobots_again_and_keeps_its_noise(folders, tmp_path, 
     theirs = lerobots_chunk(tmp_path / "tuned", observation, 4, None, 0)
     torch.testing.assert_close(theirs, learned, atol=1e-5, rtol=0)
     with pytest.raises(
-        ConfigError, match=r"lerobot.std=0.7 is the initial exploration noise of an act .*remove log_std"
+        ConfigError, match=r"lerobot.exploration_std=0.7 is the initial exploration noise of an act .*remove log_std"
     ):
-        loaded(tmp_path / "tuned", std=0.7)
-    restored = loaded(tmp_path / "tuned", std=0.3)  # as it began
+        loaded(tmp_path / "tuned", exploration_std=0.7)
+    restored = loaded(tmp_path / "tuned", exploration_std=0.3)  # as it began
     assert torch.equal(restored.std, std)
     restored.save(tmp_path / "again")
     settings = json.loads((tmp_path / "again" / "robopolicy.json").read_text())
@@ -183,7 +183,7 @@ def test_a_frozen_backbone_is_run_once_a_decision(folders):
     scores.logp.sum().backward()
     graded = {name for name, weight in policy.named_parameters() if weight.grad is not None and weight.grad.any()}
     assert {"log_std", "policy.model.action_head.weight"} <= graded and not any("backbone" in name for name in graded)
-    whole = loaded(folders["camera"], tuned=Tuned.ALL)
+    whole = loaded(folders["camera"], trainable=Tuned.ALL)
     decision = whole.act(observation, torch.Generator().manual_seed(1))
     assert set(decision.latents) == {"actions"}
     whole.log_prob(observation, decision.latents).logp.sum().backward()
@@ -203,7 +203,8 @@ def test_experts_rows_are_seen_by_the_frozen_backbone_too(tmp_path):
     options = {"cameras": ("top",), "image_size": SIZE}
     shown = record(make_world("push_cube", 4, **options), load_task("push_cube").expert(), list(range(4)))
     config = FinetuneConfig(
-        algorithm="grpo", expert_rows=0.5, iterations=1, groups=2, group_size=2, epochs=1, minibatch_episodes=2,
+        algorithm="grpo", expert_episode_fraction=0.5, iterations=1,
+        groups=2, group_size=2, epochs=1, minibatch_episodes=2,
         evaluate_every=0, target_kl=None,
     )  # fmt: skip
     seen: list[Any] = []
@@ -238,9 +239,9 @@ def test_training_begins_with_lerobots_weights(folders):
 def test_what_cannot_be_says_why(folders, tmp_path):
     for std in (0.0, 1e-4):
         with pytest.raises(ConfigError, match=r"with less noise .* at least 0\.001"):
-            LeRobotTuning(std=std)
+            LeRobotTuning(exploration_std=std)
     with pytest.raises(ConfigError, match="act has none: set it to false"):
-        loaded(folders["state"], checkpointing=True)
+        loaded(folders["state"], gradient_checkpointing=True)
     policy = loaded(folders["state"])
     with pytest.raises(ConfigError, match="has no denoising steps, so 2"):
         policy.prepare_finetuning(2)

@@ -87,7 +87,7 @@ def test_a_chain_without_noise_is_lerobots_own(folders, tmp_path, kind, changes)
 @pytest.mark.parametrize("kind", ["diffusion", "multi_task_dit"])
 def test_a_chain_with_ddpms_noise_is_lerobots_own(folders, tmp_path, kind, monkeypatch):
     folder = edited(folders[kind], tmp_path / "copy", **({} if kind == "diffusion" else DIFFUSES))
-    policy = loaded(folder, least_noise=0.0)
+    policy = loaded(folder, min_std=0.0)
     observation = observed(policy)
     policy.record_means = True
     decision = policy.act(observation, torch.Generator().manual_seed(SEED))
@@ -221,7 +221,7 @@ def test_images_are_cropped_at_random_in_the_loss_alone_as_lerobot_does_in_train
     else:
         crop = {"image_resize_shape": [40, 40], "image_crop_shape": [32, 32], "image_crop_is_random": True}
         folder = edited(folders[kind], tmp_path / "copy", dropout=0.0, **crop)
-    policy = loaded(folder, tuned=Tuned.ALL)
+    policy = loaded(folder, trainable=Tuned.ALL)
     observation = observed(policy)
     generator = torch.Generator().manual_seed(0)
     observation[FRONT] = torch.randint(0, 256, observation[FRONT].shape, generator=generator, dtype=torch.uint8)

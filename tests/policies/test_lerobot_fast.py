@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
     with tiny_pi(len(tokenizer)):
         with without_code():
             save(config, root / "policy")
-        teach(loaded(root / "policy", tuned=Tuned.ALL), root / "taught")
+        teach(loaded(root / "policy", trainable=Tuned.ALL), root / "taught")
         yield root / "taught"
 
 
@@ -191,7 +191,7 @@ def test_images_are_embedded_once_a_decision_while_what_sees_is_frozen(folder):
     graded = {name for name, weight in policy.named_parameters() if weight.grad is not None and weight.grad.any()}
     assert any("lm_head" in name for name in graded)
     assert all("language_model" in name or "lm_head" in name for name in graded)
-    whole = loaded(folder, tuned=Tuned.ALL)
+    whole = loaded(folder, trainable=Tuned.ALL)
     decision = whole.act(observation, torch.Generator().manual_seed(1))
     assert set(decision.latents) == {"tokens"}
     whole.log_prob(observation, decision.latents).logp.sum().backward()
@@ -232,7 +232,7 @@ def test_what_cannot_be_says_why(folder, tmp_path, monkeypatch):
     with pytest.raises(SpecError, match=r"this policy's tokens have \[N, 12\]"):
         policy.log_prob(observed(policy), {"tokens": torch.zeros(ROWS, 5, dtype=torch.int64)})
     with pytest.raises(ConfigError, match="pi0_fast has none: set it to false"):
-        loaded(folder, checkpointing=True)
+        loaded(folder, gradient_checkpointing=True)
     with pytest.raises(ConfigError, match="temperature=0 must be positive"):
         LeRobotTuning(temperature=0.0)
     with pytest.raises(ConfigError, match=r"chunks of 4 steps, but LeRobot decodes 2 .*n_action_steps to chunk_size"):

@@ -92,7 +92,7 @@ def test_lerobot_decides_as_the_student_that_was_saved(folders, tmp_path, kind, 
 
 def test_what_pads_an_action_is_not_learned(folders):
     teacher = trained(folders["smolvla"])
-    lesson = Distillation(teacher, DistillConfig(teacher_points=0.0))
+    lesson = Distillation(teacher, DistillConfig(teacher_chain_fraction=0.0))
     observation = observed(teacher)
     found = lesson.loss({"observation": observation}, torch.Generator().manual_seed(3))["distance"]
     noise = torch.randn(ROWS, 6, 5, generator=torch.Generator().manual_seed(3))

@@ -174,18 +174,24 @@ def test_a_large_teacher_of_a_small_policy_is_said_and_refused_where_it_does_not
 
 @pytest.mark.parametrize(
     "given",
-    [pytest.param((), marks=pytest.mark.slow), ("teach.keep_conditions=true",), ("teach.micro_batch=3",)],
+    [pytest.param((), marks=pytest.mark.slow), ("teach.cache_encoder_outputs=true",), ("teach.micro_batch=3",)],
 )
 def test_a_smolvla_is_taught_by_the_script_and_stays_lerobots(folders, tmp_path, capsys, given):
-    student = ["policy.kind=lerobot", "policy.tuned=expert", f"policy.path={folders['student']}"]
-    short = ["teach.rounds=2", "teach.episodes=3", "teach.fit.steps=2", "teach.last_steps=2", "teach.batch_size=8"]
+    student = ["policy.kind=lerobot", "policy.trainable=expert", f"policy.path={folders['student']}"]
+    short = [
+        "teach.rounds=2",
+        "teach.episodes=3",
+        "teach.fit.steps=2",
+        "teach.last_round_steps=2",
+        "teach.batch_size=8",
+    ]
     scene = ["world=push_cube", "world.cameras=[front]", "world.image_size=32", "teach.evaluate_episodes=3"]
     command = ["teach", "expert", *student, *short, *scene, f"run.root={tmp_path}", "run.threads=1", *given]
     assert main(command) == 0
     held = 3 if "teach.micro_batch=3" in given else 8
     told = " ".join(capsys.readouterr().out.split())
     assert f"activations of {held} decisions" in told
-    assert ("Encoder outputs of about" in told) == ("teach.keep_conditions=true" in given)
+    assert ("Encoder outputs of about" in told) == ("teach.cache_encoder_outputs=true" in given)
     made = load_lerobot_policy(tmp_path / "teach/push_cube/0/checkpoint")
     before, after = load_lerobot_policy(folders["student"]).policy.state_dict(), made.policy.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -194,7 +200,7 @@ def test_a_smolvla_is_taught_by_the_script_and_stays_lerobots(folders, tmp_path,
 
 def test_a_student_that_does_not_fit_is_refused_before_the_teacher_plays_for_it(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(job, "free_memory", lambda device: 3_000_000)
-    student = ["policy.kind=lerobot", "policy.tuned=expert", f"policy.path={folders['student']}"]
+    student = ["policy.kind=lerobot", "policy.trainable=expert", f"policy.path={folders['student']}"]
     scene = ["world=push_cube", "world.cameras=[front]", "world.image_size=32", "teach.batch_size=512"]
     assert main(["teach", "expert", *student, *scene, f"run.root={tmp_path}", "run.threads=1"]) == 2
     assert "micro_batch=" in capsys.readouterr().err

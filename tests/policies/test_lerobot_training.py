@@ -286,7 +286,7 @@ def test_a_base_takes_the_first_steps_and_stays(folders, tmp_path):
         )
         assert torch.equal(*(each if name == "predict" else each.actions for each in (own, kept)))
     for tuned in (Tuned.ALL, Tuned.LEROBOT):  # other weights learn now, and the base is what it was
-        other: Any = load_trainable(tmp_path / "tuned", LeRobotTuning(tuned=tuned))
+        other: Any = load_trainable(tmp_path / "tuned", LeRobotTuning(trainable=tuned))
         assert torch.equal(other.trajectory(observation, noise), after)
     with pytest.warns(RobopolicyWarning, match="frozen base, .* removed"):
         whole = build_policy("lerobot", LeRobotStart(tmp_path / "tuned"), data_spec(), None, 0)
@@ -303,7 +303,9 @@ def test_a_base_takes_the_first_steps_and_stays(folders, tmp_path):
 def test_activations_computed_again_give_the_same_gradients(folders):
     found = []
     for checkpointing in (False, True):
-        policy = load_trainable(folders["smolvla"], LeRobotTuning(tuned=Tuned.ALL, checkpointing=checkpointing))
+        policy = load_trainable(
+            folders["smolvla"], LeRobotTuning(trainable=Tuned.ALL, gradient_checkpointing=checkpointing)
+        )
         observation = observed(policy)
         decision = policy.act(observation, torch.Generator().manual_seed(1))
         chosen = torch.tensor([[0, 2]]).expand(ROWS, 2)
@@ -317,7 +319,7 @@ def test_activations_computed_again_give_the_same_gradients(folders):
 
 
 def test_a_prefix_that_is_not_kept_is_read_again(folders):
-    policy = load_trainable(folders["pi05"], LeRobotTuning(keep_prefix=False))
+    policy = load_trainable(folders["pi05"], LeRobotTuning(cache_encoder_outputs=False))
     observation = observed(policy)
     decision = policy.act(observation, torch.Generator().manual_seed(1))
     assert set(decision.latents) == {"chain"}
@@ -501,7 +503,7 @@ def test_a_missing_tokenizer_or_model_is_named(folders, tmp_path):
 
 def test_memory_is_told_apart_by_what_is_kept_and_computed_again(folders):
     budgets = []
-    for changes in ({}, {"keep_prefix": False}, {"checkpointing": True}):
+    for changes in ({}, {"cache_encoder_outputs": False}, {"gradient_checkpointing": True}):
         policy = load_trainable(folders["smolvla"], LeRobotTuning(**changes))
         policy.prepare_finetuning()
         budgets.append(plan_memory(policy, 8, 8))
@@ -652,15 +654,19 @@ def test_steps_without_noise_name_the_settings_of_lerobots_policies(folders):
         ),
         (
             "smolvla",
-            {"std": 0.2},
-            "which applies to act policies; its exploration settings are flow_noise, flow_noise_level, least_noise",
+            {"exploration_std": 0.2},
+            "which applies to act policies; its exploration settings are flow_noise, flow_noise_level, min_std",
         ),
         ("pi05", {"temperature": 0.7}, "which applies to pi0_fast policies"),
-        ("act", {"least_noise": 0.2}, "to flow and diffusion policies; its exploration settings are std, learn_std."),
+        (
+            "act",
+            {"min_std": 0.2},
+            "to flow and diffusion policies; its exploration settings are exploration_std, learn_std.",
+        ),
         (
             "diffusion",
             {"flow_noise_level": 0.2},
-            "to flow policies; its exploration settings are eta, least_noise, noisy_steps.",
+            "to flow policies; its exploration settings are eta, min_std, noisy_steps.",
         ),
     ],
 )

@@ -102,7 +102,7 @@ def test_half_precision_acts_and_scores_as_lerobots_does(tmp_path, words):
 
 
 def test_a_step_goes_on_from_the_noise_of_the_beginning(folder):
-    policy = load_trainable(folder, LeRobotTuning(flow_noise_level=0.2, least_noise=0.0))
+    policy = load_trainable(folder, LeRobotTuning(flow_noise_level=0.2, min_std=0.0))
     policy.record_means = True
     decision = policy.act(observed(policy), torch.Generator().manual_seed(1))
     chain, mean = decision.latents["chain"], decision.latents["mean"]
@@ -133,7 +133,7 @@ def test_scores_again_are_those_collected_without_the_images(folder):
 
 
 def test_log_probabilities_are_those_of_the_drawn_estimates(folder):
-    policy = load_trainable(folder, LeRobotTuning(flow_noise_level=0.2, least_noise=0.0))
+    policy = load_trainable(folder, LeRobotTuning(flow_noise_level=0.2, min_std=0.0))
     policy.record_means = True
     decision = policy.act(observed(policy), torch.Generator().manual_seed(1))
     chain, mean = decision.latents["chain"][:, 1:, :4, :2], decision.latents["mean"][:, :, :4, :2]
@@ -208,7 +208,7 @@ def test_what_is_saved_is_lerobots_again(folder, tmp_path, rank):
 
 
 def test_a_base_takes_the_first_steps_and_stays(folder):
-    policy = load_trainable(folder, LeRobotTuning(tuned=Tuned.ALL))
+    policy = load_trainable(folder, LeRobotTuning(trainable=Tuned.ALL))
     with pytest.warns(
         RobopolicyWarning, match="a frozen base runs the first denoising steps, which LeRobot does not support"
     ):

@@ -184,7 +184,7 @@ def test_punctuation_around_a_word_says_nothing():
 
 def test_where_words_were_hidden_in_training_unknown_ones_are_read():
     """Only losses hide words: what is decided and scored does not; whatever is unknown is one and the same word."""
-    policy = make(replace(CONFIG, hidden_words=0.5))
+    policy = make(replace(CONFIG, word_dropout=0.5))
     told = [policy.act(observe([f"put {word} left of blue"]), generator()).actions for word in ("red", "mauve", "teal")]
     assert torch.equal(told[1], told[2]) and not torch.equal(told[0], told[1])
     encoder = policy.network.text_encoder
@@ -194,8 +194,8 @@ def test_where_words_were_hidden_in_training_unknown_ones_are_read():
     assert len(draw(1).unique(dim=0)) > 8  # every row hides words of its own
     assert torch.allclose(encoder([TEXTS[0]] * 2), encoder([TEXTS[0], "stop"])[:1].expand(2, -1), atol=1e-6)
     assert bool((draw(1) == encoder([TEXTS[0]])).all(1).sum() < 16)
-    with pytest.raises(ConfigError, match=r"hidden_words=1\.0 is a fraction"):
-        replace(CONFIG, hidden_words=1.0)
+    with pytest.raises(ConfigError, match=r"word_dropout=1\.0 is a fraction"):
+        replace(CONFIG, word_dropout=1.0)
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,9 @@ class Drivers:
 
 @pytest.mark.checks("TreePO")
 def test_an_episode_in_which_nothing_moves_any_more_is_stopped_early():
-    def played(stop_still: int, rows: int = 2):
+    def played(max_idle_chunks: int, rows: int = 2):
         world = Road(rows)
-        player = EpisodePlayer(world, Drivers(world.spec), stop_still=stop_still)
+        player = EpisodePlayer(world, Drivers(world.spec), max_idle_chunks=max_idle_chunks)
         return player.play(groups_of([10, 21, 32, 43], 1), torch.Generator().manual_seed(0))
 
     whole, stopped = played(0), played(3)
@@ -133,5 +133,5 @@ def test_an_episode_in_which_nothing_moves_any_more_is_stopped_early():
     before = {STATE: torch.tensor([[[0.0]], [[2.0]]]), "task": ["a", "a"]}
     after = {STATE: torch.tensor([[[0.0005]], [[2.01]]])}
     assert moved(before, after).tolist() == [False, True]  # their spread is 1
-    with pytest.raises(ConfigError, match="stop_still"):
-        replace(FinetuneConfig(), stop_still=-1)
+    with pytest.raises(ConfigError, match="max_idle_chunks"):
+        replace(FinetuneConfig(), max_idle_chunks=-1)

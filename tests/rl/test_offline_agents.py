@@ -73,7 +73,7 @@ def test_targets_by_hand():
 
 @pytest.mark.slow
 def test_it_learns_a_bandit():
-    agent = Sac(SacConfig(critics=2, diversity=0.0, width=32, depth=2, rate=3e-3, temperature=0.01), 1, 1, 0)
+    agent = Sac(SacConfig(critics=2, diversity=0.0, width=32, depth=2, learning_rate=3e-3, temperature=0.01), 1, 1, 0)
     draws = generator()
     for _ in range(600):
         action = agent.act(torch.zeros(64, 1), draws)
@@ -135,9 +135,9 @@ def two_armed(count=400, seed=0):
 @pytest.mark.parametrize("kind", [pytest.param("td3_bc", marks=pytest.mark.slow), "iql"])
 def test_offline_agents_prefer_the_better_recorded_actions(kind):
     if kind == "td3_bc":
-        agent = Td3Bc(Td3BcConfig(width=32, depth=2, rate=3e-3), 1, 1, 0)
+        agent = Td3Bc(Td3BcConfig(width=32, depth=2, learning_rate=3e-3), 1, 1, 0)
     else:
-        agent = Iql(IqlConfig(width=32, depth=2, rate=3e-3, expectile=0.9, temperature=10.0), 1, 1, 0)
+        agent = Iql(IqlConfig(width=32, depth=2, learning_rate=3e-3, expectile=0.9, temperature=10.0), 1, 1, 0)
     data, draws = two_armed(), generator()
     for _ in range(500):
         agent.update(data.draw(128, draws), draws)

@@ -231,7 +231,7 @@ def test_the_conservative_term_leaves_the_actor_alone_and_none_is_plain_sac():
     term.backward()
     assert all(parameter.grad is None for parameter in agent.actor.parameters())
     free = Cql(CqlConfig(**SMALL, alpha=0.0), 3, 4, 0)
-    alike = {"entropy_backup": False, "actor_rate": 1e-4, "temperature": free.config.temperature}
+    alike = {"entropy_backup": False, "actor_learning_rate": 1e-4, "temperature": free.config.temperature}
     plain = Sac(SacConfig(**SMALL, critics=2, diversity=0.0, **alike), 3, 4, 0)
     for each in (free, plain):
         begun(each, data).update(data, generator(1))
@@ -444,12 +444,12 @@ def lessons(count=1500, seed=0):
 
 
 LEARNING = {
-    "td3_bc": {"delay": 1},
-    "rebrac": {"delay": 1},
-    "prdc": {"delay": 1, "alpha": 0.5},
+    "td3_bc": {"policy_delay": 1},
+    "rebrac": {"policy_delay": 1},
+    "prdc": {"policy_delay": 1, "alpha": 0.5},
     "iql": {"temperature": 10.0, "expectile": 0.9},
-    "cql": {"samples": 4, "alpha": 0.5, "actor_rate": 5e-3, "temperature": 0.05},
-    "cal_ql": {"samples": 4, "alpha": 0.5, "actor_rate": 5e-3, "temperature": 0.05},
+    "cql": {"samples": 4, "alpha": 0.5, "actor_learning_rate": 5e-3, "temperature": 0.05},
+    "cal_ql": {"samples": 4, "alpha": 0.5, "actor_learning_rate": 5e-3, "temperature": 0.05},
     "edac": {"critics": 8, "temperature": 0.05},
     "rlpd": {"critics": 4, "temperature": 0.05},
 }
@@ -485,7 +485,7 @@ def test_what_cannot_be_is_refused():
         (PrdcConfig, {"beta": -1.0}),
         (CqlConfig, {"samples": 0}),
         (CqlConfig, {"alpha": -1.0}),
-        (PrdcConfig, {"delay": 0}),
+        (PrdcConfig, {"policy_delay": 0}),
         (Td3BcConfig, {"alpha": -1.0}),
     ):
         with pytest.raises(ConfigError, match=next(iter(setting))):

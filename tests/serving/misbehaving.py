@@ -85,7 +85,7 @@ class Base(Moody):
 
 def run_moody(pipe: Any, mood: Any, port: int, policy: type[Moody] = Moody) -> None:
     """Serve a moody policy on `port` until a signal comes; at most four requests may wait."""
-    settings = ServerSettings(port=port, maximum_waiting=4, maximum_batch=2, deadline=2.0, stall=2.0)
+    settings = ServerSettings(port=port, max_queue_size=4, max_batch_size=2, request_timeout=2.0, hang_timeout=2.0)
     serve(policy(mood), settings, pipe.send)
 
 

@@ -39,4 +39,4 @@ class SeeingExpert:
 
 def run_expert(pipe, cameras: Sequence[str]) -> None:
     """Serve the expert until a signal comes."""
-    serve(SeeingExpert(cameras), ServerSettings(port=0, with_parent=True), pipe.send)
+    serve(SeeingExpert(cameras), ServerSettings(port=0, exit_with_parent=True), pipe.send)

@@ -157,4 +157,4 @@ def run_one(pipe, policy: str, settings: dict) -> None:
 
 def run_with_parent(pipe) -> None:
     """Serve until the process that started this one ends."""
-    serve(Echo(), ServerSettings(port=0, with_parent=True), pipe.send)
+    serve(Echo(), ServerSettings(port=0, exit_with_parent=True), pipe.send)

@@ -78,8 +78,10 @@ def test_actions_arrive_for_the_frame_they_were_made_for(prefetch, seen, rows):
 
 
 def test_a_robot_that_asks_too_late_holds_still_and_one_that_asks_ahead_does_not():
-    late = drive(Counter(), Forecaster(delay=0.3), [1], rate=5.0, robot=RobotSettings(max_age=10.0))
-    ahead = drive(Counter(), Forecaster(delay=0.3), [1], rate=5.0, robot=RobotSettings(prefetch=4, max_age=10.0))
+    late = drive(Counter(), Forecaster(delay=0.3), [1], rate=5.0, robot=RobotSettings(max_observation_age=10.0))
+    ahead = drive(
+        Counter(), Forecaster(delay=0.3), [1], rate=5.0, robot=RobotSettings(prefetch=4, max_observation_age=10.0)
+    )
     assert late["held"] >= 1
     assert late["successes"] == 0
     assert ahead["held"] == 0
@@ -134,7 +136,7 @@ def test_a_gripper_stays_closed_while_its_server_thinks():
     for positions, held in ((("gripper",), 1), ((), 0)):
         server = Forecaster(delay=0.3)
         server.infer = lambda observation, slow=server.infer: {"actions": np.ones_like(slow(observation)["actions"])}
-        settings = RobotSettings(max_age=10.0, positions=positions)
+        settings = RobotSettings(max_observation_age=10.0, positions=positions)
         result = drive(Carrier(), server, [1], rate=5.0, robot=settings)
         assert result["held"] >= 1
         assert result["successes"] == held
@@ -151,8 +153,8 @@ def test_a_server_that_falls_silent_ends_the_drive_after_patience(rate):
     answer = server.infer
     server.infer = lambda message: silent.wait(20) if server.seen else answer(message)
     started = time.monotonic()
-    with pytest.raises(ServingError, match=r"not answered for more than 0\.5 s \(patience\)"):
-        drive(Counter(), server, [1], rate=rate, robot=RobotSettings(patience=0.5))
+    with pytest.raises(ServingError, match=r"not answered for more than 0\.5 s \(drive\.server_timeout\)"):
+        drive(Counter(), server, [1], rate=rate, robot=RobotSettings(server_timeout=0.5))
     assert 0.4 < time.monotonic() - started < 5.0
     silent.set()
 
@@ -189,15 +191,15 @@ def test_failures_of_the_server_are_printed():
 
 SECTION = {
     "drive.rename": {"rename": {"a": "b"}},
-    "drive.seconds, drive.camera_age": {"seconds": 3.0, "camera_age": 2.0},
+    "drive.seconds, drive.frozen_camera_timeout": {"seconds": 3.0, "frozen_camera_timeout": 2.0},
     "drive.task": {"task": "push"},
     "drive.rate=-1 is only for simulated robots": {"rate": -1.0, "robot": "so101_follower"},
     "drive.rate=-2 must be": {"rate": -2.0},
     "drive.rate=nan must be": {"rate": float("nan")},
     "drive.episodes=0 must be at least 1": {"episodes": 0},
     "drive.seconds=0 must be": {"seconds": 0.0, "robot": "so101_follower"},
-    "drive.camera_age=-1 must be": {"camera_age": -1.0, "robot": "so101_follower"},
-    "patience=0.0 must be": {"patience": 0.0},
+    "drive.frozen_camera_timeout=-1 must be": {"frozen_camera_timeout": -1.0, "robot": "so101_follower"},
+    "server_timeout=0.0 must be": {"server_timeout": 0.0},
 }
 
 
@@ -205,7 +207,7 @@ SECTION = {
 def test_settings_that_mean_nothing_are_refused_before_anything_is_connected(text):
     with pytest.raises(ConfigError, match=text):
         DriveSection(**SECTION[text])
-    DriveSection(robot="so101_follower", rename={"a": "b"}, seconds=3.0, task="push", camera_age=2.0)
+    DriveSection(robot="so101_follower", rename={"a": "b"}, seconds=3.0, task="push", frozen_camera_timeout=2.0)
     DriveSection(rate=-1.0)
 
 
@@ -259,7 +261,7 @@ def test_a_prefetch_that_cannot_be_is_refused_and_one_that_is_not_used_is_named(
     [
         ({"hold": "last"}, "drive.hold=last"),
         ({"blend": 2}, "drive.blend=2"),
-        ({"max_age": 1.0, "rate": -1.0}, "max_age=1"),
+        ({"max_observation_age": 1.0, "rate": -1.0}, "max_observation_age=1"),
     ],
 )
 def test_settings_that_change_nothing_are_named(chosen, named):

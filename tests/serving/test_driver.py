@@ -398,7 +398,13 @@ def test_a_latency_that_leaves_no_answer_of_use_is_refused():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"change": -0.05}, {"change": float("nan")}, {"blend": -3}, {"max_age": 0.0}, {"patience": 0.0}],
+    [
+        {"max_action_change": -0.05},
+        {"max_action_change": float("nan")},
+        {"blend": -3},
+        {"max_observation_age": 0.0},
+        {"server_timeout": 0.0},
+    ],
 )
 def test_settings_that_no_robot_is_driven_by_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -442,7 +448,7 @@ def test_what_goes_round_takes_the_short_way_and_what_switches_changes_at_once()
     assert blended("")[1][:, 1].tolist() == [3.1] * 4  # a yaw of which nobody says how long a turn is
     _, chunk = blended("", switches=["lamp"], turns={"yaw": 6.2, "gripper": 0.0})
     assert chunk[0].tolist() == pytest.approx([0.1, 3.1, 0.25, 1.0])
-    with pytest.raises(ConfigError, match="turns contains 'yau'"):
+    with pytest.raises(ConfigError, match="periods contains 'yau'"):
         blended("", turns={"yau": 6.2})
     # A limit of change counts the short way round too.
     driver.limits = ActionLimits(change=0.05)

@@ -81,7 +81,7 @@ def test_a_full_queue_lets_another_address_in_and_tells_the_one_that_had_most():
     seen = {STATE: np.zeros((1, 1, 2), np.float32), TASK: np.array([""])}
 
     async def main():
-        queue = InferenceQueue(Steady(), torch.Generator(), maximum_waiting=8)
+        queue = InferenceQueue(Steady(), torch.Generator(), max_queue_size=8)
         queue._task = asyncio.create_task(asyncio.sleep(60))  # nothing is answered yet
         hog = [asyncio.create_task(queue.infer(seen, asker=(HOG, each))) for each in range(10)]
         await asyncio.sleep(0)

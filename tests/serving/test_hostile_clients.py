@@ -41,7 +41,7 @@ SERVERS = {
     ),
     "unlocked": ("echo", {"api_key": KEY, "limits": {"wrong_keys": 3}}),
     "few": ("echo", {"limits": {"address_connections": 20}}),
-    "busy": ("slow", {"maximum_batch": 1, "maximum_waiting": 2}),
+    "busy": ("slow", {"max_batch_size": 1, "max_queue_size": 2}),
     "slow": ("slow", {}),
     "noisy": ("noisy", {}),
     "renamed": ("echo", {"rename": {"images/cam_high": FRONT}}),
@@ -304,7 +304,9 @@ def test_a_policy_that_answers_too_many_rows_fails_its_request_only(ports):
 def test_a_policy_that_hangs_is_noticed_and_nobody_holds_up_the_end():
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=run_one, args=(there, "odd", {"deadline": 0.5, "stall": 1.0}), daemon=True)
+    process = context.Process(
+        target=run_one, args=(there, "odd", {"request_timeout": 0.5, "hang_timeout": 1.0}), daemon=True
+    )
     process.start()
     assert here.poll(120), "the server did not start"
     port = here.recv()

@@ -198,7 +198,7 @@ def test_a_robot_that_stops_answering_is_disconnected(arm):
     forever, client = threading.Event(), Local(())
     robot = failing(arm(), 5, lambda good: forever.wait(30))
     with pytest.raises(ServingError, match=r"did not show what it sees: no answer within 0\.2 s. It was stopped"):
-        driven(attached(robot, client, answers_within=0.2), client)
+        driven(attached(robot, client, robot_timeout=0.2), client)
     # What hangs may be a camera: a base is not left driving, what it grips is not let go.
     assert robot.commands[5:] == [{"x": 0.0, "y": 0.0, "z": 0.0, "gripper": robot.commands[4]["gripper"]}]
     assert not robot.is_connected
@@ -263,7 +263,7 @@ def test_a_frozen_camera_stops_the_robot_once_it_moves(arm):
     with pytest.raises(
         ServingError, match=r"Camera 'front' has returned the same image for 0\.\d s while the robot moved"
     ):
-        driven(attached(failing(robot, 2, frozen), client, camera_age=0.1), client, seconds=3.0)
+        driven(attached(failing(robot, 2, frozen), client, frozen_camera_timeout=0.1), client, seconds=3.0)
     assert len(robot.commands) > 5
     now = [0.0]
     still = attached(failing(arm(camera_names=["front"]), 0, frozen), client, clock=lambda: now[0])
@@ -291,7 +291,7 @@ def test_a_server_that_hangs_stops_the_robot_within_patience(arm):
     client, robot, silent = Local(()), arm(), threading.Event()
     answer = client.infer
     client.infer = lambda message: silent.wait(20) if len(robot.commands) > 10 else answer(message)
-    with pytest.raises(ServingError, match=r"not answered for more than 0\.5 s \(patience\)"):
+    with pytest.raises(ServingError, match=r"not answered for more than 0\.5 s \(drive\.server_timeout\)"):
         driven(attached(robot, client), client, seconds=5.0, patience=0.5)
     assert not robot.is_connected
     silent.set()
@@ -319,7 +319,7 @@ def test_the_first_step_is_no_jump(arm):
             episodes=1,
             rate=0,
             attached=AttachedRobot(seconds=0.01),
-            settings=RobotSettings(change=0.01),
+            settings=RobotSettings(max_action_change=0.01),
         )
     steps = [command["tip_x"] for command in robot.commands[:2]]
     assert steps == pytest.approx([start + 0.01, start + 0.02], abs=1e-6)

@@ -181,21 +181,22 @@ def test_the_wiring_says_what_every_element_does_while_it_stands_still():
 def test_what_neither_name_nor_unit_says_is_asked_once():
     names = ("motor_0", "motor_1")
     with pytest.raises(
-        ConfigError, match=r"hold action of motor_0, motor_1 is undefined.*drive\.positions=\[motor_0\].*drive\.neutral"
+        ConfigError,
+        match=r"hold action of motor_0, motor_1 is undefined.*drive\.positions=\[motor_0\].*drive\.hold_values",
     ):
         wiring_of(names).standing
     shown = {"motor_0": 3.0, "motor_1": 0.5}
-    said = {"positions": ("motor_0",), "neutral": {"motor_1": 0.0}}
+    said = {"positions": ("motor_0",), "hold_values": {"motor_1": 0.0}}
     assert wiring_of(names, **said).still(shown, np.zeros(2)).tolist() == [3.0, 0.0]
     assert wiring_of(names, hold="last").still(shown, np.zeros(2)).tolist() == [3.0, 0.5]
     assert wiring_of(names, hold="zero").still(shown, np.zeros(2)).tolist() == [0.0, 0.0]
     # A setting comes before names, for elements that are shown too.
-    wiring = wiring_of(("a.pos", "b.vel"), positions=("b.vel",), neutral={"a.pos": 7.0})
+    wiring = wiring_of(("a.pos", "b.vel"), positions=("b.vel",), hold_values={"a.pos": 7.0})
     assert wiring.still({"a.pos": 3.0, "b.vel": 0.5}, np.zeros(2)).tolist() == [7.0, 0.5]
-    with pytest.raises(ConfigError, match="neutral contains 'motor_2'"):
-        wiring_of(names, neutral={"motor_2": 0.0}).standing
-    with pytest.raises(ConfigError, match=r"'motor_0' is in both positions \(keeps its value\) and neutral"):
-        wiring_of(names, positions=("motor_0",), neutral={"motor_0": 0.0}).standing
+    with pytest.raises(ConfigError, match="hold_values contains 'motor_2'"):
+        wiring_of(names, hold_values={"motor_2": 0.0}).standing
+    with pytest.raises(ConfigError, match=r"'motor_0' is in both positions \(keeps its value\) and hold_values"):
+        wiring_of(names, positions=("motor_0",), hold_values={"motor_0": 0.0}).standing
 
 
 def test_simulated_robots_stand_still_by_the_same_rule():
@@ -216,7 +217,7 @@ def test_a_position_that_was_neither_shown_nor_sent_is_not_commanded():
     server = Silent(("x.vel",), Base.NAMES)
     wire = lambda shows, takes: wired(server.metadata, shows, takes, {}, {})  # noqa: E731
     with pytest.raises(RobopolicyError), AttachedLeRobot(cast(Any, rover), wire) as robot:
-        drive_robot(robot, server, episodes=1, rate=0, attached=STEPS, settings=RobotSettings(patience=0.05))
+        drive_robot(robot, server, episodes=1, rate=0, attached=STEPS, settings=RobotSettings(server_timeout=0.05))
     assert rover.commands == []
 
 
@@ -249,7 +250,12 @@ def test_a_server_that_asks_for_too_much_moves_a_robot_within_its_bounds_and_ctr
     wire = lambda shows, takes: wired(server.metadata, shows, takes, {}, {})  # noqa: E731
     with pytest.raises(KeyboardInterrupt), AttachedLeRobot(cast(Any, rover), wire) as robot:
         drive_robot(
-            robot, server, episodes=1, rate=0, attached=STEPS, settings=RobotSettings(bounds=bounds, max_age=9.0)
+            robot,
+            server,
+            episodes=1,
+            rate=0,
+            attached=STEPS,
+            settings=RobotSettings(bounds=bounds, max_observation_age=9.0),
         )
     assert [command for _, command in rover.commands[:3]] == [{"shoulder.pos": 90.0, "x.vel": -0.2}] * 3
     assert [command for _, command in rover.commands[3:]] == [{"shoulder.pos": 90.0, "x.vel": 0.0}]
@@ -340,7 +346,7 @@ def test_a_base_does_not_drive_on_while_its_server_fails(server, fault):
                     episodes=1,
                     rate=0.0,
                     attached=AttachedRobot(seconds=0.8),
-                    settings=RobotSettings(patience=2.0 if fault == "slow" else 0.3),
+                    settings=RobotSettings(server_timeout=2.0 if fault == "slow" else 0.3),
                 )
         except RobopolicyError as error:
             assert fault != "slow"

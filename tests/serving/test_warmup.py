@@ -56,7 +56,7 @@ def test_code_is_made_for_every_number_of_rows_longer_than_a_request_may_take():
         await asyncio.sleep(0.3)
         go.set()
 
-    done, logged = _run(policy, let, deadline=0.1, maximum_batch=4)
+    done, logged = _run(policy, let, deadline=0.1, max_batch_size=4)
     assert done and policy.rows == [1, 4, 1]
     assert logged == [{"compiling": {"rows": 1}}, {"compiling": {"rows": 4}}]
 
@@ -88,7 +88,7 @@ def test_code_is_made_for_what_a_policy_decides_by_means_of():
         await asyncio.sleep(0.3)
         go.set()
 
-    done, _ = _run(Around(Around(inner, 2), 3), let, deadline=0.1, maximum_batch=4)
+    done, _ = _run(Around(Around(inner, 2), 3), let, deadline=0.1, max_batch_size=4)
     assert done and inner.rows == [6, 24, 6]
 
 

@@ -143,7 +143,9 @@ def flow() -> DenoisingPolicy:
 
 @pytest.mark.long
 def test_a_candidate_does_what_the_critic_knows_to_be_better(flow, tmp_path):
-    improver = AdjointMatching(AdjointMatchingConfig(steps=80, batch_size=64, learning_rate=3e-3, strength=20.0))
+    improver = AdjointMatching(
+        AdjointMatchingConfig(steps=80, batch_size=64, learning_rate=3e-3, inverse_temperature=20.0)
+    )
     policy = copy.deepcopy(flow)
     found = improve_in_rounds(policy, lesson(), improver, None, 1, run=RunFolder(tmp_path))
     assert found.accepted == 1 and found.records[0]["pull"] > 0
@@ -152,7 +154,10 @@ def test_a_candidate_does_what_the_critic_knows_to_be_better(flow, tmp_path):
 
 
 def test_without_strength_the_flow_stays_as_it_is(flow):
-    improver, policy = AdjointMatching(AdjointMatchingConfig(steps=3, batch_size=16, strength=0.0)), copy.deepcopy(flow)
+    improver, policy = (
+        AdjointMatching(AdjointMatchingConfig(steps=3, batch_size=16, inverse_temperature=0.0)),
+        copy.deepcopy(flow),
+    )
     improver.prepare(policy)
     figures = improver.improve(policy, lesson(), Generators(0), 1.0, "round 1")
     assert figures == {"loss": 0.0, "pull": 0.0} and distance(policy) == pytest.approx(distance(flow), abs=1e-4)

@@ -200,4 +200,4 @@ def test_allocators_that_look_at_outcomes_first_are_refused(monkeypatch: pytest.
     with pytest.raises(ConfigError, match="set overprovision=0"):
         collector_of(config).collect(0)
     with pytest.raises(ConfigError, match="unfinished groups would move to the next part"):
-        replace(CONFIG, props=2)
+        replace(CONFIG, props_parts=2)

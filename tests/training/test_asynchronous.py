@@ -54,7 +54,7 @@ def test_a_bandit_improves_on_stale_data_within_the_bound(tmp_path: Path):
 
 
 def test_delayed_weights_are_exactly_as_old_as_asked_for_and_repeatable(tmp_path: Path):
-    config = replace(CONFIG, staleness=0, delay=3, iterations=8)
+    config = replace(CONFIG, staleness=0, policy_lag=3, iterations=8)
     scores = []
     for name in ("a", "b"):
         policy = ChainPolicy()
@@ -176,7 +176,7 @@ def test_vcpo_survives_steps_on_stale_data_that_break_ppo():
     """Eight updates behind, with a learning rate far too large for that."""
     config = FinetuneConfig(
         algorithm="grpo", iterations=50, groups=16, group_size=8, epochs=4, minibatch=128, clip=0.2, target_kl=None,
-        evaluate_every=0, delay=8, actor_warmup=1, learning_rate=4e-2,
+        evaluate_every=0, policy_lag=8, actor_warmup=1, learning_rate=4e-2,
     )  # fmt: skip
 
     def worst(**changes) -> float:

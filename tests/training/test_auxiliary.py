@@ -155,6 +155,6 @@ def test_who_asks_for_what_cannot_be_told_hears_why():
         pretrain(student(data), replace(data, observation={**data.observation, ENVIRONMENT_STATE: spoilt}), CONFIG)
     for made in (PretrainConfig, TeachConfig):
         with pytest.raises(ConfigError, match="set only one"):
-            made(keep_conditions=True, auxiliary_keys=(ENVIRONMENT_STATE,))
+            made(cache_encoder_outputs=True, auxiliary_keys=(ENVIRONMENT_STATE,))
         with pytest.raises(ConfigError, match="above 0"):
             made(auxiliary_weight=0.0)

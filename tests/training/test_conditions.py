@@ -40,7 +40,7 @@ def test_what_is_learned_is_the_same(episodes, labelled, monkeypatch):
         monkeypatch.setattr(
             policy.network, "encode", lambda *given, encode=encode, keep=keep: (read.append(keep), encode(*given))[1]
         )
-        config = PretrainConfig(batch_size=16, fit=FitConfig(steps=30, learning_rate=0.01), keep_conditions=keep)
+        config = PretrainConfig(batch_size=16, fit=FitConfig(steps=30, learning_rate=0.01), cache_encoder_outputs=keep)
         result = pretrain(policy, data, config)
         learned.append([*policy.state_dict().values(), torch.tensor(result.losses["denoising"])])
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*learned, strict=True))
@@ -49,7 +49,7 @@ def test_what_is_learned_is_the_same(episodes, labelled, monkeypatch):
 
 
 def test_parts_that_come_one_after_another_are_read_once_and_taught_as_a_whole(episodes):
-    config = PretrainConfig(batch_size=16, fit=FitConfig(steps=30, learning_rate=0.01), keep_conditions=True)
+    config = PretrainConfig(batch_size=16, fit=FitConfig(steps=30, learning_rate=0.01), cache_encoder_outputs=True)
     whole, in_parts, read = frozen(), frozen(), []
     imitate(whole, [episodes], config, Generators(3), None, "whole")
     first, second, third = (episodes.select(range(*span)) for span in ((0, 13), (13, 14), (14, 40)))
@@ -66,7 +66,9 @@ def test_parts_that_come_one_after_another_are_read_once_and_taught_as_a_whole(e
 
 def test_an_encoder_that_learns_is_refused(episodes):
     for policy in (denoising_policy(SeeingWorld(2), cameras=True), token_policy(SeeingWorld(2), cameras=True)):
-        with pytest.raises(ConfigError, match="keep_conditions=true caches the outputs of a frozen image encoder"):
+        with pytest.raises(
+            ConfigError, match="cache_encoder_outputs=true caches the outputs of a frozen image encoder"
+        ):
             read_once(policy, episodes)
 
 
@@ -88,6 +90,6 @@ def test_what_it_will_take_is_said_and_refused_before_anything_is_played(episode
 def test_policies_that_learn_in_stages_refuse_it(tmp_path, capsys):
     made = ["collect.episodes=3", "world=reach_planar", f"run.root={tmp_path}", "world.batch_size=3"]
     assert main(["collect", *made]) == 0
-    given = ["train", "policy.kind=joint", "train.keep_conditions=true", "train.evaluate_episodes=0"]
+    given = ["train", "policy.kind=joint", "train.cache_encoder_outputs=true", "train.evaluate_episodes=0"]
     assert main([*given, "world=reach_planar", f"run.root={tmp_path}"]) == 2
-    assert "train.keep_conditions=True" in capsys.readouterr().err
+    assert "train.cache_encoder_outputs=True" in capsys.readouterr().err

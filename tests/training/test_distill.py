@@ -48,7 +48,7 @@ def teacher_of(kind: PolicyKind, steps: int = 300, clip: float | None = 1.0) -> 
 def test_the_loss_is_the_distance_to_where_the_teacher_ends(kind: PolicyKind):
     """With points of the student's own chain alone, of one step: || C(x_0) - solver(x_0 -> 0) ||^2, by hand."""
     teacher = teacher_of(kind, 5)
-    lesson = Distillation(teacher, DistillConfig(teacher_points=0.0))
+    lesson = Distillation(teacher, DistillConfig(teacher_chain_fraction=0.0))
     seen = {STATE: torch.rand(8, 1, 1)}
     found = lesson.loss({"observation": seen}, torch.Generator().manual_seed(3))["distance"]
     noise = torch.randn(8, 1, 1, generator=torch.Generator().manual_seed(3))
@@ -64,7 +64,7 @@ def test_the_loss_is_the_distance_to_where_the_teacher_ends(kind: PolicyKind):
 def test_points_of_the_teachers_chain_lead_to_the_same_end():
     """A student that knows the end has no loss at any point; one step of the teacher's chain is not the end."""
     teacher = teacher_of(PolicyKind.FLOW, 5, clip=None)
-    lesson = Distillation(teacher, DistillConfig(teacher_points=0.9))
+    lesson = Distillation(teacher, DistillConfig(teacher_chain_fraction=0.9))
     seen = {STATE: torch.rand(64, 1, 1)}
     with torch.no_grad():
         for weight in [*teacher.network.parameters(), *lesson.student.network.parameters()]:

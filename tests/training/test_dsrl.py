@@ -19,7 +19,7 @@ from robopolicy.training.offline.frozen import Dsrl, drawn_noise, noise_values
 from robopolicy.training.offline.improvers import BestOf, BestOfConfig, Wraps
 from robopolicy.training.offline.rounds import improve_in_rounds
 
-SMALL = DsrlConfig(steps=120, batch_size=64, width=32, depth=1, learning_rate=3e-3, bound=2.0)
+SMALL = DsrlConfig(steps=120, batch_size=64, width=32, depth=1, learning_rate=3e-3, noise_bound=2.0)
 
 
 @pytest.fixture(scope="module", params=[PolicyKind.DIFFUSION, PolicyKind.FLOW])
@@ -49,7 +49,7 @@ def test_noise_is_worth_what_the_critic_finds_in_the_decision_that_it_leads_to(i
 @pytest.mark.checks("DSRL")
 def test_critics_of_noise_are_fitted_to_that(imitated, monkeypatch):
     """Without a step of the actor, a round is regression: the loss is the squared error over both critics."""
-    improver, policy = wrapped(imitated, DsrlConfig(steps=1, batch_size=16, width=8, depth=1, own_share=0.0))
+    improver, policy = wrapped(imitated, DsrlConfig(steps=1, batch_size=16, width=8, depth=1, actor_noise_fraction=0.0))
     known, agent, given = lesson(), policy.agent, []
     twin = copy.deepcopy(policy)
     step = agent.step
@@ -123,5 +123,5 @@ def test_what_cannot_be_steered_is_refused(imitated):
     assert not isinstance(BestOf(BestOfConfig()), Wraps)
     with pytest.raises(ConfigError, match="wrap"):
         Dsrl(SMALL).prepare(imitated)
-    with pytest.raises(ConfigError, match="own_share"):
-        DsrlConfig(own_share=2.0)
+    with pytest.raises(ConfigError, match="actor_noise_fraction"):
+        DsrlConfig(actor_noise_fraction=2.0)

@@ -106,7 +106,7 @@ def test_critic_warmup_leaves_the_policy_alone_but_not_the_critic(tmp_path: Path
 def test_a_time_limit_is_an_end_where_it_is_said_to_be():
     config = replace(CONFIG, iterations=3)
     ended, _ = _tune(config, world=BanditWorld(64, terminates=True))
-    for limit, alike in (("end", True), ("cut", False)):
+    for limit, alike in (("terminate", True), ("truncate", False)):
         policy, _ = _tune(replace(config, time_limit=limit), world=BanditWorld(64))
         assert torch.equal(policy.first.weight, ended.first.weight) is alike
 

@@ -150,7 +150,7 @@ def test_learning_from_stored_pairs_is_resumed(tmp_path: Path):
 
 def test_the_verb_reads_the_pairs_that_finetune_pairs_names(tmp_path: Path):
     opened(0, run=RunFolder(tmp_path), iterations=2)
-    config = compose(["recipe=reach_planar", f"finetune.pairs={tmp_path / 'preferences'}"])
+    config = compose(["recipe=reach_planar", f"finetune.preference_pairs={tmp_path / 'preferences'}"])
     found = guidance_of(config, make_world("reach_planar", 1)).pairs
     assert found is not None
     assert torch.equal(found.rollouts.actions, read_pairs(tmp_path / "preferences").rollouts.actions)
@@ -174,8 +174,8 @@ def test_stored_pairs_of_another_policy_are_refused(tmp_path: Path):
     narrow.spec = replace(narrow.spec, observation=other.spec.observation)
     with pytest.raises(DataError, match=r"'observation.state' in the stored pairs: \(1, 14\); in the policy: \(1, 9\)"):
         finetune(narrow, None, other, CONFIG, guidance=pairs)
-    with pytest.raises(ConfigError, match="collects no rollouts: set delay and overprovision to 0"):
-        finetune(narrow, None, LockWorld(4), replace(CONFIG, delay=1, overprovision=0.5), guidance=pairs)
+    with pytest.raises(ConfigError, match="collects no rollouts: set policy_lag and overprovision to 0"):
+        finetune(narrow, None, LockWorld(4), replace(CONFIG, policy_lag=1, overprovision=0.5), guidance=pairs)
     critic = state_critic(FIELDS, 1, width=8)
     with pytest.raises(ConfigError, match="compares the episodes of a group, such as grape"):
         finetune(ChainPolicy(), critic, BanditWorld(4), replace(CONFIG, algorithm="ppo"), guidance=pairs)

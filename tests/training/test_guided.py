@@ -112,7 +112,7 @@ def test_what_is_drawn_ends_with_success_and_is_cut_else(monkeypatch):
 @pytest.mark.long
 @pytest.mark.checks("Policy-Guided Diffusion")
 def test_guidance_brings_what_is_drawn_nearer_to_the_policy():
-    config = GuidedConfig(count=32, length=4, steps=30, width=32)
+    config = GuidedConfig(episodes=32, length=4, steps=30, width=32)
     drawn = {
         strength: guided_episodes(Says(), walks(), replace(config, guidance=strength), Generators(0), 0)
         for strength in (0.0, 3.0)
@@ -123,7 +123,7 @@ def test_guidance_brings_what_is_drawn_nearer_to_the_policy():
 
 
 def test_what_cannot_be_drawn_is_refused_with_the_reason():
-    data, config = walks(), GuidedConfig(count=2, length=4, steps=1)
+    data, config = walks(), GuidedConfig(episodes=2, length=4, steps=1)
     pictures = replace(
         data,
         observation_fields={**FIELDS, CAMERA: Field((2, 2, 3), "uint8")},
@@ -156,14 +156,19 @@ def log(tmp_path_factory):
 def settings(log, root, *more) -> list[str]:
     small = ["world=push_cube", "offline.gated=false", "offline.evaluate_episodes=0", "offline.rounds=1"]
     small += ["offline.critic.steps=2", "offline.critic.batch_size=8", "offline.improve.steps=1"]
-    small += ["offline.improve.decisions=8", "offline.improve.candidates=2", "offline.agent.width=8"]
+    small += ["offline.improve.observations=8", "offline.improve.candidates=2", "offline.agent.width=8"]
     small += [f"offline.policy={log / 'policy'}", f"offline.dataset={log / 'data'}", f"run.root={root}"]
     return [*small, *more]
 
 
 @pytest.mark.long
 def test_guided_decisions_join_or_replace_the_recorded_ones(log, tmp_path, capsys):
-    small = ["offline.guided.count=6", "offline.guided.length=4", "offline.guided.steps=2", "offline.guided.width=16"]
+    small = [
+        "offline.guided.episodes=6",
+        "offline.guided.length=4",
+        "offline.guided.steps=2",
+        "offline.guided.width=16",
+    ]
     for name, text in (("recorded,guided", "recorded (170 steps), 6 guided"), ("guided", "episodes: 6 guided")):
         chosen = settings(log, tmp_path, *small, f"offline.data=[{name}]", f"run.name={name.replace(',', '_')}")
         assert main(["offline", *chosen, "offline.agent=td3_bc"]) == 0

@@ -111,7 +111,7 @@ def mean_reward(policy: Any) -> float:
 @pytest.mark.parametrize("kind", ["smolvla", "xvla", "act"])
 @pytest.mark.parametrize("world", [SeeingWorld(256, horizon=1), Deaf(256, horizon=1)], ids=["told", "deaf"])
 def test_it_learns_from_its_rewards_and_not_from_those_of_others(tmp_path, kind, world):
-    noise = LeRobotTuning(std=0.15) if kind == "act" else LeRobotTuning(flow_noise_level=0.15)
+    noise = LeRobotTuning(exploration_std=0.15) if kind == "act" else LeRobotTuning(flow_noise_level=0.15)
     policy = load_trainable(save(kind, tmp_path), noise)
     assert mean_reward(policy) < -0.7
     after = tuned(policy, world, kind)
@@ -122,7 +122,7 @@ def test_it_learns_from_its_rewards_and_not_from_those_of_others(tmp_path, kind,
 @pytest.mark.parametrize("world", [SeeingWorld(64, horizon=1), Deaf(64, horizon=1)], ids=["told", "deaf"])
 def test_tokens_learn_from_their_rewards_and_not_from_those_of_others(tmp_path, world):
     with tiny_pi(WORDS):
-        policy = load_trainable(save("pi0_fast", tmp_path), LeRobotTuning(tuned=Tuned.ALL))
+        policy = load_trainable(save("pi0_fast", tmp_path), LeRobotTuning(trainable=Tuned.ALL))
         imitate_roughly(policy)  # what says no actions at all would first have to find some
         policy.save(tmp_path / "taught")
         policy = load_trainable(tmp_path / "taught", LeRobotTuning())

@@ -104,10 +104,10 @@ def test_everybody_who_holds_the_weights_is_counted():
         return held_by(frozenset(needs), FinetuneConfig(**changes))[3:]
 
     assert extra() == ()
-    assert extra((Need.BASE,), props=2) == ("reference", "acting")
+    assert extra((Need.BASE,), props_parts=2) == ("reference", "acting")
     assert extra(staleness=2) == ("acting", "earlier")
-    assert extra(delay=1) == ("acting", "earlier", "earlier")
-    assert extra(proximal="average") == ("average", "average before")
+    assert extra(policy_lag=1) == ("acting", "earlier", "earlier")
+    assert extra(proximal_policy="average") == ("average", "average before")
 
 
 def test_pretraining_that_does_not_fit_is_told_the_micro_batch_that_does():

@@ -119,7 +119,7 @@ def test_clipping_around_the_average_is_the_gradient_of_the_decoupled_surrogate(
     with torch.no_grad():
         for weight in policy.parameters():
             weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)))
-    config = replace(CONFIG, proximal="average", coefficient="decoupled_ppo", clip=0.05)
+    config = replace(CONFIG, proximal_policy="average", coefficient="decoupled_ppo", clip=0.05)
     learner = learner_of(policy, config)
     assert learner.average is not None
     learner.average.restore({"total": 1.0, "policy": actor.state_dict()})
@@ -150,10 +150,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.checks("Missing-Old-Logits")
 def test_stale_decisions_are_clipped_around_what_the_configuration_says_and_averages_survive_a_resume(tmp_path):
-    stale = replace(CONFIG, coefficient="decoupled_ppo", delay=2, clip=0.02, learning_rate=1e-2)
-    around = {name: tuned(replace(stale, proximal=name), tmp_path / name) for name in ("current", "behaviour")}
+    stale = replace(CONFIG, coefficient="decoupled_ppo", policy_lag=2, clip=0.02, learning_rate=1e-2)
+    around = {name: tuned(replace(stale, proximal_policy=name), tmp_path / name) for name in ("current", "behaviour")}
     assert not same(around["current"], around["behaviour"])
-    average = replace(stale, proximal="average", proximal_decay=0.8)
+    average = replace(stale, proximal_policy="average", proximal_decay=0.8)
     whole = tuned(average)
     assert not same(whole, around["current"])
     tuned(replace(average, iterations=2), tmp_path / "parts")
@@ -188,7 +188,7 @@ def test_teacher_and_learner_take_turns_at_random_and_the_teacher_less_and_less(
         assert torch.equal(decision.actions[~taught], alone.actions[~taught])
         assert torch.equal(decision.mask, ~taught[:, None].expand(decision.mask.shape))
         assert torch.equal(decision.logp[~taught], alone.logp[~taught])
-    with pytest.raises(ConfigError, match="teacher_acts"):
+    with pytest.raises(ConfigError, match="teacher_fraction"):
         turns(ChainPolicy(chunk=2))
 
 
@@ -228,13 +228,13 @@ def test_the_whole_of_dagger_comes_to_its_teacher_and_survives_a_resume(tmp_path
         coefficient="none",
         auxiliaries=("dagger",),
         replay="aggregate",
-        teacher_acts=0.9,
+        teacher_fraction=0.9,
         iterations=6,
         learning_rate=3e-2,
     )
     guidance = Guidance(Pointing())
     whole = tuned(config, guidance=guidance)
-    steady = replace(config, teacher_until=1e9, iterations=3, checkpoint_every=1)  # no schedule along the run
+    steady = replace(config, teacher_decay_fraction=1e9, iterations=3, checkpoint_every=1)  # no schedule along the run
     tuned(replace(steady, iterations=2), tmp_path / "parts", guidance)
     assert same(tuned(steady, guidance=guidance), tuned(steady, tmp_path / "parts", guidance))
     policy = ChainPolicy()
@@ -399,7 +399,7 @@ def aiming_episodes() -> Episodes:
 
 @pytest.mark.checks("DynaWeb")
 def test_a_token_policy_learns_from_experts_rows_and_goes_on_after_a_kill(tmp_path):
-    config = replace(CONFIG, expert_rows=0.5, iterations=4, learning_rate=1e-2)
+    config = replace(CONFIG, expert_episode_fraction=0.5, iterations=4, learning_rate=1e-2)
 
     def tuned_tokens(section: FinetuneConfig, run: Path | None = None) -> TokenPolicy:
         policy, folder = speaking(), None if run is None else RunFolder(run)
@@ -413,7 +413,7 @@ def test_a_token_policy_learns_from_experts_rows_and_goes_on_after_a_kill(tmp_pa
         return float(rescored(told, policy, instructions)[0].mean())
 
     whole = tuned_tokens(config)
-    assert likelihood(whole) > likelihood(tuned_tokens(replace(config, expert_rows=0.0))) + 0.05
+    assert likelihood(whole) > likelihood(tuned_tokens(replace(config, expert_episode_fraction=0.0))) + 0.05
     tuned_tokens(replace(config, iterations=2), tmp_path)
     assert same(dict(whole.state_dict()), dict(tuned_tokens(config, tmp_path).state_dict()))
     streams = build_algorithm(replace(config, algorithm="ppo", advantage="gae"))

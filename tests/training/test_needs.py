@@ -75,7 +75,7 @@ def alone(entry: Mechanism) -> FinetuneConfig:
     needs_groups = bool(entry.needs & {Need.GROUPS, Need.WHOLE_GROUPS} or models == ("prime",))
     chooses = entry.slot in (Slot.SAMPLER, Slot.ALLOCATOR, Slot.HINT)
     starts = 4 if chooses or Need.STARTS in entry.needs else 0
-    return replace(CONFIG, starts=starts, group_size=2 if needs_groups else 1, **names)
+    return replace(CONFIG, num_initial_states=starts, group_size=2 if needs_groups else 1, **names)
 
 
 @pytest.mark.long
@@ -209,7 +209,7 @@ def test_parts_of_props_keep_a_frozen_encoder_as_it_is():
     """Decisions keep what the actor's encoder made of the images; the policy scores them as with its own."""
     world = SeeingWorld(8)
     policy = frozen(denoising_policy(world, cameras=True))
-    config = replace(CONFIG, props=2, groups=8)
+    config = replace(CONFIG, props_parts=2, groups=8)
     collector = make_collector(world, policy, build_algorithm(config), config, 0, torch.Generator().manual_seed(0))
     collector.rate = 0.05  # type: ignore[attr-defined]
     rollouts = collector.collect(0)

@@ -42,9 +42,9 @@ def imitated() -> DenoisingPolicy:
 
 
 IMPROVE = {
-    "best_of": (BestOf(BestOfConfig(candidates=8, decisions=200, steps=120, learning_rate=2e-3)), 0.5),
+    "best_of": (BestOf(BestOfConfig(candidates=8, observations=200, steps=120, learning_rate=2e-3)), 0.5),
     "weighted_imitation": (WeightedImitation(WeightedImitationConfig(steps=120, learning_rate=2e-3)), 0.8),
-    "chain_ppo": (ChainPpo(ChainPpoConfig(iterations=6, decisions=512, minibatch=256, learning_rate=2e-3)), 0.8),
+    "chain_ppo": (ChainPpo(ChainPpoConfig(iterations=6, observations=512, minibatch=256, learning_rate=2e-3)), 0.8),
 }
 
 
@@ -124,7 +124,7 @@ class Knowing:
         return -self.sign * (actions - BEST).square().mean((1, 2)).double().numpy()
 
 
-SMALL = BestOf(BestOfConfig(candidates=8, decisions=100, steps=40, learning_rate=2e-3))
+SMALL = BestOf(BestOfConfig(candidates=8, observations=100, steps=40, learning_rate=2e-3))
 
 
 @pytest.mark.long

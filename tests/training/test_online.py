@@ -104,7 +104,7 @@ def test_a_warm_up_that_never_ends_changes_nothing():
 def test_the_retained_share_of_every_batch_is_recorded(retain, monkeypatch):
     policy = acting()
     batches = watched(policy, monkeypatch)
-    config = replace(QUICK, retain=retain)
+    config = replace(QUICK, offline_ratio=retain)
     learn_online(policy, StepsWorld(), always(0.0), config, recorded=recorded(), begins="recorded")
     assert batches
     for batch in batches:
@@ -114,11 +114,11 @@ def test_the_retained_share_of_every_batch_is_recorded(retain, monkeypatch):
 
 
 def test_recorded_data_that_is_asked_for_must_be_there():
-    for asked in ({"config": replace(QUICK, retain=0.5)}, {"config": QUICK, "begins": "recorded"}):
+    for asked in ({"config": replace(QUICK, offline_ratio=0.5)}, {"config": QUICK, "begins": "recorded"}):
         with pytest.raises(ConfigError, match="there are none"):
             learn_online(acting(), StepsWorld(), always(0.0), **asked)
     with pytest.raises(ConfigError, match="shares"):
-        OnlineConfig(retain=1.5)
+        OnlineConfig(offline_ratio=1.5)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7, 50, 51, 97])
@@ -206,7 +206,7 @@ def test_agents_that_ask_what_came_next_learn_too(made, config):
 
 def test_the_frozen_policy_goes_on_for_a_share_of_decisions():
     world = StepsWorld()
-    learn_online(acting(), world, always(0.25), replace(QUICK, steps=2000, updates=0.0, base_share=0.3))
+    learn_online(acting(), world, always(0.25), replace(QUICK, steps=2000, utd_ratio=0.0, base_policy_fraction=0.3))
     decided = np.concatenate([chunk[:, 0, 0] for chunk in world.actions])[QUICK.warmup :]
     assert np.isclose(decided, 0.25).mean() == pytest.approx(0.3, abs=0.06)
 
@@ -233,7 +233,7 @@ class Dies(StepsWorld):
 @pytest.mark.parametrize("kind", ["actions", "noise"])
 def test_a_run_that_is_killed_ends_bit_for_bit_in_the_same_place(kind, tmp_path):
     # With few updates there are waves without any, which must not depend on a kill either.
-    config = replace(QUICK, steps=240, checkpoint_every=2, updates=0.06 if kind == "noise" else 0.5)
+    config = replace(QUICK, steps=240, checkpoint_every=2, utd_ratio=0.06 if kind == "noise" else 0.5)
 
     def run(name, world):
         policy = acting() if kind == "actions" else steering()
@@ -368,7 +368,7 @@ def test_another_policy_plays_in_the_agents_units():
 
 @pytest.mark.checks("RLPD")
 def test_targets_take_the_smallest_of_a_drawn_subset_and_the_actor_climbs_the_mean():
-    agent = Sac(replace(SMALL, critics=5, subset=2, temperature=0.5), 1, CHUNK, 0)
+    agent = Sac(replace(SMALL, critics=5, critic_subset=2, temperature=0.5), 1, CHUNK, 0)
     data = recorded()
     twin = torch.Generator().manual_seed(7)
     action, _ = agent.actor.sample(data.next_state, twin)
@@ -377,17 +377,17 @@ def test_targets_take_the_smallest_of_a_drawn_subset_and_the_actor_climbs_the_me
     target = agent.target(data, torch.Generator().manual_seed(7))
     assert torch.allclose(target, data.reward + 0.81 * smallest, atol=1e-5), "without entropy_backup"
     with pytest.raises(ConfigError, match="subset"):
-        SacConfig(critics=2, subset=3)
+        SacConfig(critics=2, critic_subset=3)
 
 
 def test_the_actor_of_sac_moves_every_so_many_critic_steps():
-    agent, data = Sac(replace(SMALL, delay=3), 1, CHUNK, 0), recorded()
+    agent, data = Sac(replace(SMALL, policy_delay=3), 1, CHUNK, 0), recorded()
     moved = []
     for _ in range(6):
         before = [value.clone() for value in agent.actor.parameters()]
         agent.update(data, torch.Generator().manual_seed(0))
         moved.append(any(not torch.equal(old, new) for old, new in zip(before, agent.actor.parameters(), strict=True)))
-        other = Sac(replace(SMALL, delay=3), 1, CHUNK, 1)
+        other = Sac(replace(SMALL, policy_delay=3), 1, CHUNK, 1)
         other.restore(agent.tree())
         assert other.updates == agent.updates
     assert moved == [False, False, True, False, False, True]
@@ -418,7 +418,7 @@ def does_anything() -> DenoisingPolicy:
 @pytest.mark.parametrize("kind", ["actions", "noise"])
 def test_it_learns(kind):
     config = OnlineConfig(steps=2400, warmup=400, batch_size=64, evaluate_at=(0,), evaluate_every=0)
-    agent = RlpdConfig(width=32, critics=2, discount=0.9, rate=3e-3, temperature=0.05)
+    agent = RlpdConfig(width=32, critics=2, discount=0.9, learning_rate=3e-3, temperature=0.05)
     world, judging = StepsWorld(rows=8), StepsWorld(rows=64)
     if kind == "actions":
         policy = acting(agent)

@@ -48,9 +48,9 @@ OTHERS = [
         "models": ("q_ensemble",),
         "options": UNHURRIED | {"spo": {"warmup": 0, "gap": 0.0}},
     },
-    {"proximal": "average", "algorithm": "ppo"},
+    {"proximal_policy": "average", "algorithm": "ppo"},
     {"algorithm": "ppo", "target_kl": 1e-6},
-    {"algorithm": "ppo", "props": 2},
+    {"algorithm": "ppo", "props_parts": 2},
 ]
 ONLY = {"hapo": "tokens", "dcpo": "tokens", "dagger": "tokens", "entropy": "tokens", "velocity": "denoising"}
 ONLY |= {"grpo_guard": "denoising", "spo": "denoising"}

@@ -18,7 +18,7 @@ from robopolicy.training.finetune import finetune
 
 CONFIG = FinetuneConfig(
     algorithm="grpo", iterations=25, groups=16, group_size=8, epochs=4, minibatch=128, learning_rate=5e-3, clip=0.1,
-    target_kl=0.1, evaluate_every=0, props=4,
+    target_kl=0.1, evaluate_every=0, props_parts=4,
 )  # fmt: skip
 
 
@@ -78,9 +78,9 @@ def test_a_bandit_improves(algorithm: str):
 
 def test_ways_of_collecting_exclude_one_another():
     with pytest.raises(ConfigError, match="set only one"):
-        replace(CONFIG, delay=2)
-    with pytest.raises(ConfigError, match="props_past=1 needs props"):
-        replace(CONFIG, props=0, props_past=1)
+        replace(CONFIG, policy_lag=2)
+    with pytest.raises(ConfigError, match="props_past_iterations=1 needs props_parts"):
+        replace(CONFIG, props_parts=0, props_past_iterations=1)
 
 
 @pytest.mark.checks("PROPS")
@@ -99,7 +99,15 @@ def kept_run(folder: Path, iterations: int) -> tuple[ChainPolicy, list[dict], li
     """Train with two iterations kept; return the policy, its records, and what it learned from."""
     seen: list[Rollouts] = []
     policy, world = ChainPolicy(), BanditWorld(16)
-    config = replace(CONFIG, props=2, props_past=2, groups=4, group_size=4, iterations=iterations, checkpoint_every=2)
+    config = replace(
+        CONFIG,
+        props_parts=2,
+        props_past_iterations=2,
+        groups=4,
+        group_size=4,
+        iterations=iterations,
+        checkpoint_every=2,
+    )
     collect = PropsCollector.collect
 
     def spy(self: PropsCollector, iteration: int) -> Rollouts:

@@ -58,7 +58,9 @@ def test_advantages_by_what_was_paid_and_the_value_after_by_the_critic_or_beside
     expected = expected + data.decay * torch.where(data.terminated, 0.0, -(BEST**2)) + BEST**2
 
     def found(kind, decisions=8):
-        return advantages(imitated, known, RecapConfig(advantage=kind, decisions=decisions), Generators(0))
+        return advantages(
+            imitated, known, RecapConfig(advantage=kind, samples_per_observation=decisions), Generators(0)
+        )
 
     assert torch.allclose(found("steps"), expected, atol=1e-5)
     assert torch.allclose(found("critic"), paid.mean(1) + BEST**2, atol=1e-5)
@@ -153,7 +155,7 @@ def test_it_does_better_than_imitation_of_the_same_data(imitated, tmp_path):
 @pytest.mark.checks("RECAP")
 def test_the_indicator_is_hidden_from_a_share_of_what_is_learned(imitated, monkeypatch):
     policy, said = copy.deepcopy(imitated), []
-    improver, known = Recap(RecapConfig(steps=8, dropout=0.25)), lesson()
+    improver, known = Recap(RecapConfig(steps=8, indicator_dropout=0.25)), lesson()
     improver.prepare(policy)
     learn = DenoisingPolicy.loss
 
@@ -219,6 +221,6 @@ def test_a_policy_that_cannot_be_told_is_refused():
     with pytest.raises(ConfigError, match=r"Linear \(not a DenoisingPolicy\)"):
         Recap(RecapConfig()).prepare(nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="between 0 and 1"):
-        RecapConfig(positive=1.0)
+        RecapConfig(positive_fraction=1.0)
     with pytest.raises(ConfigError, match="between 0 and 1"):
-        FilteredImitationConfig(positive=1.0)
+        FilteredImitationConfig(positive_fraction=1.0)

@@ -63,7 +63,7 @@ def taught(student: Any, teacher: Any, **changes: Any) -> int:
         (FLOW, replace(FLOW, flow_noise_level=0.2), {}, "standard deviations: 0.2, the policy's: 0.1"),
         (FLOW, replace(FLOW, clip=None), {}, "bound on the clean estimate: none, the policy's: 1.0"),
         (FLOW, replace(FLOW, chunk=2), {}, "executed steps: 2, the policy's: 4"),
-        (DIFFUSION, replace(DIFFUSION, spacing=Spacing.TRAILING), {}, "noise levels"),
+        (DIFFUSION, replace(DIFFUSION, timestep_spacing=Spacing.TRAILING), {}, "noise levels"),
         (TOKENS, replace(TOKENS, token=replace(TOKENS.token, bins=17)), {}, "vocabulary: 17, the policy's: 9"),
         (TOKENS, TOKENS, {"span": 0.5}, r"values -0.5 and 0.5: -?0.25, the policy's: -?0.5\."),
         (

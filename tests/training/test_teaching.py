@@ -46,7 +46,7 @@ class Constant:
 
 ACTION = Field((2,), low=-1.0, high=1.0)
 FIT = FitConfig(steps=4, warmup=1, checkpoint_every=100)
-CONFIG = TeachConfig(rounds=3, episodes=8, teacher_share=0.5, batch_size=16, fit=FIT, last_steps=6)
+CONFIG = TeachConfig(rounds=3, episodes=8, teacher_fraction=0.5, batch_size=16, fit=FIT, last_round_steps=6)
 
 
 def student_for(episodes):
@@ -122,7 +122,7 @@ def test_a_run_that_was_killed_in_any_round_ends_in_the_same_place(seeing: bool,
 
 
 def test_sizes_that_cannot_be_are_refused():
-    for wrong in ({"rounds": 0}, {"episodes": 0}, {"last_steps": 0}, {"teacher_share": 1.5}, {"batch_size": 0}):
+    for wrong in ({"rounds": 0}, {"episodes": 0}, {"last_steps": 0}, {"teacher_fraction": 1.5}, {"batch_size": 0}):
         with pytest.raises(ConfigError, match="at least 1"):
             TeachConfig(**wrong)
 
@@ -135,7 +135,7 @@ def test_a_student_with_a_camera_learns_from_a_teacher_that_sees_the_state(tmp_p
     shared = [f"run.root={tmp_path}", "run.threads=1", "world=push_cube", "world.cameras=[top]", "world.image_size=16"]
     student = ["policy.observation_keys=[observation.state,observation.images.top]", "policy.image.channels=[8,8,8]"]
     student += ["policy.width=16", "policy.depth=1", "policy.sampling_steps=2", "policy.chunk=2"]
-    short = ["teach.rounds=2", "teach.episodes=3", "teach.fit.steps=2", "teach.last_steps=2"]
+    short = ["teach.rounds=2", "teach.episodes=3", "teach.fit.steps=2", "teach.last_round_steps=2"]
     short += ["teach.batch_size=8", "teach.evaluate_episodes=3"]
     command = ["teach", str(tmp_path / "teacher"), *shared, *student, *short]
     assert main(command) == 0
@@ -148,7 +148,7 @@ def test_a_student_with_a_camera_learns_from_a_teacher_that_sees_the_state(tmp_p
     assert main(command) == 0 and "already trained" in capsys.readouterr().out
     assert main(["teach", str(tmp_path / "nobody"), *shared, "run.name=other"]) == 2
     assert "teach.teacher" in capsys.readouterr().err
-    assert main([*command, "teach.keep_conditions=true", "run.name=kept"]) == 2
+    assert main([*command, "teach.cache_encoder_outputs=true", "run.name=kept"]) == 2
     assert "freeze the encoder" in capsys.readouterr().err
     assert main([*command, "teach.auxiliary_keys=[observation.state]", "run.name=kept"]) == 2
     assert "already reads 'observation.state'" in capsys.readouterr().err
@@ -158,7 +158,9 @@ def test_a_student_with_a_camera_learns_from_a_teacher_that_sees_the_state(tmp_p
 @pytest.mark.slow
 def test_it_learns_what_the_expert_does(tmp_path):
     world = ["world=reach_planar", f"run.root={tmp_path}", "run.threads=1"]
-    assert main(["teach", "expert", *world, "teach.rounds=4", "teach.fit.steps=200", "teach.last_steps=1000"]) == 0
+    assert (
+        main(["teach", "expert", *world, "teach.rounds=4", "teach.fit.steps=200", "teach.last_round_steps=1000"]) == 0
+    )
     result = json.loads((tmp_path / "teach/reach_planar/0/result.json").read_text())
     rate = result["student"]["deterministic"]["success_rate"]
     played = [row["student_successes"] / row["student_episodes"] for row in result["rounds"][1:]]
@@ -174,7 +176,13 @@ def test_teacher_and_student_may_look_back_differently(teacher: int, student: in
     assert main(["collect", *shared[:3], quick[0]]) == 0
     assert main(["train", *shared, quick[1], quick[2], f"policy.history={teacher}", "run.name=teacher",
                  f"train.data={tmp_path / 'collect/push_cube/0/dataset'}"]) == 0  # fmt: skip
-    few = ["teach.rounds=2", "teach.episodes=4", "teach.fit.steps=1", "teach.last_steps=1", "teach.evaluate_episodes=0"]
+    few = [
+        "teach.rounds=2",
+        "teach.episodes=4",
+        "teach.fit.steps=1",
+        "teach.last_round_steps=1",
+        "teach.evaluate_episodes=0",
+    ]
     given = [*shared, *few, f"policy.history={student}", f"teach.teacher={tmp_path / 'train/teacher/0/checkpoint'}"]
     assert main(["teach", *given]) == 0
     spec = load_policy(tmp_path / "teach/push_cube/0/checkpoint").spec

@@ -69,9 +69,9 @@ OTHERS = [
     {"credit": ("d3s_steps", "empg")},
     {"credit": ("seed_grpo",), "coefficient": "hapo"},
     {"credit": ("instruction_contrast",)},
-    {"coefficient": "dcpo", "advantage": "sas", "starts": 6},
+    {"coefficient": "dcpo", "advantage": "sas", "num_initial_states": 6},
     {"advantage": "risk_po"},
-    {"coefficient": "bapo", "controllers": ("vcpo",), "delay": 1},
+    {"coefficient": "bapo", "controllers": ("vcpo",), "policy_lag": 1},
     {"coefficient": "decoupled_ppo", "replay": "remix"},
     {"auxiliaries": ("entropy", "kl_base", "bc")},
     {"models": ("q_ensemble",), "auxiliaries": ("best_of_n",), "rewards": ("pav",)},
@@ -79,8 +79,8 @@ OTHERS = [
     {"ratio_level": RatioLevel.DECISION_SUM},
     {"advantage": "branch_grpo", "branch_at": (1,), "branch_sampling_step": 4},
     {"advantage": "tree_po", "branch_at": (0, 2), "branch_width": 2},
-    {"sampler": "sec", "starts": 8},
-    {"sampler": "mopps", "starts": 8, "allocator": "knapsack"},
+    {"sampler": "sec", "num_initial_states": 8},
+    {"sampler": "mopps", "num_initial_states": 8, "allocator": "knapsack"},
     {"overprovision": 0.5, "coefficient": "decoupled_ppo"},
 ]
 
@@ -131,7 +131,7 @@ def test_hints_begin_in_the_experts_states_and_survive_a_resume(tmp_path):
     assert 0.4 < share <= 0.6
     for hint in ("ad_hint", "guide", "pivot"):
         steady = {"ad_hint": {"fades": 1e30}} if hint == "ad_hint" else {}  # no schedule over a number of iterations
-        config = replace(CONFIG, hint=hint, starts=4, groups=3, checkpoint_every=2, options=steady)
+        config = replace(CONFIG, hint=hint, num_initial_states=4, groups=3, checkpoint_every=2, options=steady)
         finals = []
         for path, parts in (("whole", (4,)), ("parts", (2, 4))):
             for iterations in parts:

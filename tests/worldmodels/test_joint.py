@@ -95,5 +95,5 @@ def test_checkpoints_and_refusals(learned, tmp_path):
         require_trainable(model)
     with pytest.raises(ConfigError, match="reads no instructions"):
         JointModel(CONFIG, replace(SPEC, instructions=("left", "right")))
-    with pytest.raises(ConfigError, match="policy_share"):
-        JointConfig(policy_share=1.0)
+    with pytest.raises(ConfigError, match="policy_fraction"):
+        JointConfig(policy_fraction=1.0)

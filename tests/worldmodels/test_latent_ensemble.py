@@ -41,7 +41,7 @@ SMALL = LatentEnsembleConfig(
     features=8,
     channels=(8, 8, 8),
     batch_size=32,
-    encoder_share=3.0,
+    encoder_step_ratio=3.0,
     ensemble=EnsembleConfig(members=2, width=32, depth=1, head_width=16),
 )
 FIT = FitConfig(steps=250, learning_rate=3e-3)
@@ -142,8 +142,8 @@ def test_an_encoder_of_something_else_is_refused(place, tmp_path):
     save_world_model(states, tmp_path / "states")
     with pytest.raises(ConfigError, match="EnsembleModel, which has no image encoder"):
         LatentEnsembleModel.build(replace(SMALL, encoder=tmp_path / "states"), SPEC, recorded(5), 0)
-    with pytest.raises(ConfigError, match="encoder_share above 0"):
-        LatentEnsembleConfig(encoder_share=0)
+    with pytest.raises(ConfigError, match="encoder_step_ratio above 0"):
+        LatentEnsembleConfig(encoder_step_ratio=0)
 
 
 @pytest.fixture

@@ -197,5 +197,5 @@ def test_bad_settings_and_data_are_refused():
     with pytest.raises(ConfigError, match="multiples of 8"):
         PixelDiffusionConfig(channels=(12, 24))
     with pytest.raises(ConfigError, match="share"):
-        ReadoutConfig(imagined_share=1.5)
+        ReadoutConfig(imagined_fraction=1.5)
     assert PixelDiffusionConfig(size="diamond").networks.grid == 0

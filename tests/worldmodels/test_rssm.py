@@ -282,7 +282,7 @@ def test_bad_settings_and_data_are_refused():
     with pytest.raises(NonFiniteError, match="state"):
         RssmModel.build(TINY, SPEC, replace(data, observation=broken), 0)
     with pytest.raises(ConfigError, match="share"):
-        RssmConfig(seen_share=1.5)
+        RssmConfig(observed_fraction=1.5)
     with pytest.raises(ConfigError, match="equal blocks"):
         RssmModel.build(replace(TINY, deter=65), SPEC, data, 0)
     odd, images = dots(episodes=2)

@@ -31,7 +31,7 @@ TINY = VideoConfig(
     stride=2,
     chunk=3,
     view_batch_size=32,
-    autoencoder_share=1.0,
+    autoencoder_step_fraction=1.0,
     motion_weight=1.0,
     bootstrap_steps=100,
     readout=READOUT,
@@ -274,7 +274,14 @@ def test_an_earlier_frame_does_not_see_later_ones(begun):
 @pytest.mark.checks("Sword")
 def test_own_predictions_take_the_place_of_true_history():
     data = recorded(20)
-    config = replace(TINY, bootstrap=1.0, bootstrap_steps=1, collapse=0.0, first_share=1.0, memory_noise=0.0)
+    config = replace(
+        TINY,
+        bootstrap_fraction=1.0,
+        bootstrap_steps=1,
+        repeat_present_fraction=0.0,
+        max_noise_fraction=1.0,
+        memory_noise=0.0,
+    )
     model = VideoModel.build(replace(config, present_noise=0.0), SPEC, data, 0)
     stage, _ = model.stages()["dynamics"]
     assert isinstance(stage, DynamicsStage)
@@ -290,7 +297,7 @@ def test_own_predictions_take_the_place_of_true_history():
     stage.cache += 1
     history, _, _ = stage._degraded(subsequence, lambda *shape: torch.rand(shape, generator=generator))
     assert torch.equal(history, stage.cache[subsequence.places[:, : -TINY.chunk]].float())
-    off, _ = VideoModel.build(replace(config, bootstrap=0.0), SPEC, data, 0).stages()["dynamics"]
+    off, _ = VideoModel.build(replace(config, bootstrap_fraction=0.0), SPEC, data, 0).stages()["dynamics"]
     assert isinstance(off, DynamicsStage)
     batch = next(off.batches(data, torch.Generator().manual_seed(0)))
     off.train().loss(batch, generator)
@@ -354,9 +361,15 @@ def test_bad_settings_and_data_are_refused():
         VideoModel.build(replace(TINY, patch=3), SPEC, data, 0)
     with pytest.raises(ConfigError, match="multiple of heads"):
         VideoModel.build(replace(TINY, width=65), SPEC, data, 0)
-    for wrong in ({"size": "huge"}, {"memory": -1}, {"collapse": 1.5}, {"channels": (12, 24)}, {"temperature": -1.0}):
+    for wrong in (
+        {"size": "huge"},
+        {"memory": -1},
+        {"repeat_present_fraction": 1.5},
+        {"channels": (12, 24)},
+        {"temperature": -1.0},
+    ):
         with pytest.raises(ConfigError):
             replace(TINY, **wrong)
     with pytest.raises(ConfigError, match="above 0"):
-        replace(TINY, readout_share=0.0)
+        replace(TINY, readout_step_fraction=0.0)
     assert ENVIRONMENT_STATE in SPEC.observation

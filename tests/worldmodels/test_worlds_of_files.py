@@ -55,7 +55,7 @@ def saved_policy(folder, fields):
 
 
 def test_a_world_model_and_recordings_are_worlds_by_name(files):
-    given = {"model": files / "model", "data": str(files / "data"), "imagination": {"starts": "data"}}
+    given = {"model": files / "model", "data": str(files / "data"), "imagination": {"initial_states": "data"}}
     world = robopolicy.make_world("worldmodel", 2, **given, history=2, seed=1)
     assert world.reset(seeds=[0, 1])[STATE].shape == (2, 2, 2)
     world = robopolicy.make_world("demonstrations", 2, data=files / "data")

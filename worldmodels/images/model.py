@@ -121,15 +121,15 @@ class FrameReader(Judged):
         imagined_rows, frames = self._imagine_frames(len(data), successes, imagine)
         imagined_won = episodes.step_success[imagined_rows].nonzero()[:, 0]
         count = config.batch_size
-        imagined_steps = round(config.imagined_share * count)
+        imagined_steps = round(config.imagined_fraction * count)
         while True:
             size = count, 1 + len(self.structure.free)
             draws = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64).cpu()
             # Uniform times normal: errors of every size occur, none among them, so that the readout learns to trust a
             # good state and to mend a bad one. Column 0 of the uniforms chooses the step.
             noise = torch.randn(size, generator=generator, device=generator.device).cpu()[:, 1:]
-            indices = choose(draws[:imagined_steps, 0], len(imagined_rows), imagined_won, config.positive_share)
-            recorded_indices = choose(draws[imagined_steps:, 0], len(data), successes, config.positive_share)
+            indices = choose(draws[:imagined_steps, 0], len(imagined_rows), imagined_won, config.positive_fraction)
+            recorded_indices = choose(draws[imagined_steps:, 0], len(data), successes, config.positive_fraction)
             sequences = data.cut(torch.cat([imagined_rows[indices], recorded_indices]), 1, 1)
             stacked = self.stack(sequences.frames)
             stacked[:imagined_steps] = frames[indices]
@@ -175,7 +175,7 @@ class FrameReader(Judged):
         # Its own generator with a fixed seed: a resumed stage imagines the same frames again.
         generator = torch.Generator().manual_seed(0)
         draws = torch.rand(self.config.imagined_steps, generator=generator, dtype=torch.float64)
-        steps, parts = choose(draws, count, won, self.config.positive_share), []
+        steps, parts = choose(draws, count, won, self.config.positive_fraction), []
         with progress("Imagining frames for the readout", len(steps)) as advance:
             for part in steps.split(PART):
                 parts.append(imagine(part, generator).cpu())

@@ -143,7 +143,7 @@ class RssmModel(Described[RssmConfig], Judged):
             parts = data.cut(steps[:padded], past, config.length), data.cut(steps[padded:], 0, frames - 1)
             # The first 1 to burn_in frames are always read, like the context of an imagined episode.
             prefix = 1 + (draws[:, 3:4] * config.burn_in).long()
-            seen_mask = (draws[:, 4:] < config.seen_share) | (torch.arange(frames) < prefix)
+            seen_mask = (draws[:, 4:] < config.observed_fraction) | (torch.arange(frames) < prefix)
             device = self.spread.device
             yield {"subsequence": _concatenated(*parts).to(device), "seen": seen_mask.to(device)}
 

@@ -8,9 +8,9 @@ frames. Deviations from Ctrl-World (1.5 B parameters, Stable Video Diffusion): t
 world's own, by adaptive layer norm as in IRASim (Zhu et al. 2024, arXiv:2406.14540) instead of cross-attention. Latents
 are predicted as changes from the current frame, so zero output repeats it. Future frames attend only to earlier ones
 (causal), so frames can be imagined one by one. A fraction of the training rows is at the sampler's initial noise level
-(see `VideoConfig.first_share`), so few denoising steps are enough. Pixels keep their value where nothing changes. Axes:
-N, B or R rows, K history frames, L frames that the history spans, T or F future frames, C latent channels, V elements
-of all vector fields (in `view_batches`: views), A action dimension.
+(see `VideoConfig.max_noise_fraction`), so few denoising steps are enough. Pixels keep their value where nothing
+changes. Axes: N, B or R rows, K history frames, L frames that the history spans, T or F future frames, C latent
+channels, V elements of all vector fields (in `view_batches`: views), A action dimension.
 """
 
 from collections.abc import Iterator, Mapping
@@ -101,9 +101,9 @@ class VideoModel(ImageModel[VideoConfig]):
         """Training stages: the autoencoder, the dynamics of its latents, the readout of imagined frames."""
         config, autoencoder = self.config, PartStage(self.autoencoder, self.view_batches, self._view_loss)
         return {
-            "autoencoder": (autoencoder, config.autoencoder_share),
+            "autoencoder": (autoencoder, config.autoencoder_step_fraction),
             "dynamics": (DynamicsStage(self.transformer, config, self.change_std, self.encode_episodes), 1.0),
-            "readout": (self.readout_stage(), config.readout_share),
+            "readout": (self.readout_stage(), config.readout_step_fraction),
         }
 
     @property

@@ -112,7 +112,7 @@ class DynamicsStage(nn.Module):
         """Yield {"subsequence": Subsequence} indefinitely; the only state is `generator`."""
         video = self._encode(episodes)
         self._still = video.actions[:1].to(self._change_std.device)
-        if self.config.bootstrap:
+        if self.config.bootstrap_fraction:
             # As large as the encoded dataset, hence in half precision.
             self.cache = video.latents.half()
         return self._batches(video, len(video.latents), generator)
@@ -146,13 +146,13 @@ class DynamicsStage(nn.Module):
         history = history + noise[..., None, None, None] * history_noise
         present, scale = history[:, -1], self._change_std[:, None, None]
         change = (subsequence.future - present[:, None]) / scale
-        shares = config.first_share, generator, config.temperature
+        shares = config.max_noise_fraction, generator, config.temperature
         noisy, sigma, first = edm.training_noise_with_starts(change, config.edm, *shares)
         action_mask = draw(*subsequence.valid.shape) >= ACTION_DROPOUT
         memory = self.transformer.remember(history, actions, poses, noise)
         network = self.transformer.network(memory, present, subsequence.actions, action_mask)
         denoised = edm.denoise(network, noisy, sigma, config.edm)
-        if self.config.bootstrap and self.training:
+        if self.config.bootstrap_fraction and self.training:
             self._keep(subsequence, present[:, None] + denoised.detach() * scale, first)
         error = edm.weighted_error(denoised, change, sigma, config.edm).mean((2, 3, 4))
         # Summed over a row's valid frames, and scaled so that the mean over rows is the mean over all valid frames.
@@ -164,10 +164,10 @@ class DynamicsStage(nn.Module):
         """
         config, history = self.config, subsequence.history
         count = history.shape[1]
-        draws, collapsed = draw(len(history)), draw(len(history)) < config.collapse
-        if config.bootstrap:
+        draws, collapsed = draw(len(history)), draw(len(history)) < config.repeat_present_fraction
+        if config.bootstrap_fraction:
             # Early predictions are hardly better than noise: their share grows with the updates.
-            share = config.bootstrap * min(1.0, float(self.updates) / config.bootstrap_steps)
+            share = config.bootstrap_fraction * min(1.0, float(self.updates) / config.bootstrap_steps)
             predictions = self.cache[subsequence.places[:, :count].to(self.cache.device)].to(history)
             history = torch.where((draws < share)[:, None, None, None, None], predictions, history)
         last = collapsed[:, None, None]

@@ -64,6 +64,12 @@ class FinetuneSection(FinetuneConfig):
     """RL in the denoising chain or on the tokens of a pre-trained policy."""
 
     FIXED: ClassVar[Mapping[str, Any]] = {"critic_depth": CRITIC_DEPTH}
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "experts": "expert_datasets",
+        "pairs": "preference_pairs",
+        "units": "finetuned_steps",
+        "worlds": "num_envs",
+    }
 
     policy: Path | None = None
     """Checkpoint of the policy to fine-tune (default: the output of train with the same name and seed)."""
@@ -71,9 +77,9 @@ class FinetuneSection(FinetuneConfig):
     """Checkpoint of the teacher policy for distillation."""
     expert: str = ""
     """Import path of the controller whose states `hint` starts episodes from; empty for the task's expert."""
-    experts: tuple[Path, ...] = ()
+    expert_datasets: tuple[Path, ...] = ()
     """Datasets for auxiliaries=[experts]; default: the output of collect."""
-    pairs: Path | None = None
+    preference_pairs: Path | None = None
     """Folder of stored preference pairs (algorithm=grape writes them to preferences/) to learn from instead of playing
     episodes.
     """
@@ -197,10 +203,12 @@ class OnlineSection(OnlineConfig):
             raise ConfigError(
                 f"online.noise_bound={self.noise_bound:g} must be above 0, for example 1.5: it limits the noise."
             )
-        if self.method == "dsrl" and (self.dataset is not None or self.extra_datasets or self.retain):
+        if self.method == "dsrl" and (self.dataset is not None or self.extra_datasets or self.offline_ratio):
             raise ConfigError(
                 "online.method=dsrl trains on noise, which no dataset records: unset online.dataset and "
-                "online.retain, and first train on data with robopolicy offline DATASET offline.improve=dsrl."
+                "online.offline_ratio, and first train on data with robopolicy offline DATASET offline.improve=dsrl."
             )
-        if (self.retain or self.extra_datasets) and self.dataset is None:
-            raise ConfigError("online.retain and online.extra_datasets need recorded data: set online.dataset=DATASET.")
+        if (self.offline_ratio or self.extra_datasets) and self.dataset is None:
+            raise ConfigError(
+                "online.offline_ratio and online.extra_datasets need recorded data: set online.dataset=DATASET."
+            )

@@ -49,6 +49,6 @@ class DriveSection(AttachedRobot, RobotSettings, ServerAddress):
             return
         if self.rate < 0:
             raise ConfigError("drive.rate=-1 is only for simulated robots: a LeRobot robot needs a fixed control rate.")
-        for name in ("seconds", "answers_within", "camera_age"):
+        for name in ("seconds", "robot_timeout", "frozen_camera_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"drive.{name}={getattr(self, name):g} must be more than 0 seconds.")

@@ -54,8 +54,8 @@ class GaussianACT(LeRobotModule):
         parts = inner.model.named_children()
         super().__init__(policy, [part for name, part in parts if not name.startswith(reading)])
         settings, action = policy.settings, policy.spec.action
-        if settings.tuning.checkpointing:
-            raise ConfigError("checkpointing recomputes denoising steps, and act has none: set it to false.")
+        if settings.tuning.gradient_checkpointing:
+            raise ConfigError("gradient_checkpointing recomputes denoising steps, and act has none: set it to false.")
         log_std = (
             _begins_at(settings.tuning, action.size) if settings.log_std is None else torch.tensor(settings.log_std)
         )
@@ -81,7 +81,7 @@ class GaussianACT(LeRobotModule):
         """Whether decisions cache the features of the image backbone: it exists and is frozen."""
         inner: Any = self.policy
         backbone = getattr(inner.model, "backbone", None)
-        return self.tuning.keep_prefix and backbone is not None and not _learns(backbone)
+        return self.tuning.cache_encoder_outputs and backbone is not None and not _learns(backbone)
 
     @torch.no_grad()
     def act(
@@ -253,7 +253,7 @@ class _Seen(nn.Module):
 
 def _begins_at(tuning: LeRobotTuning, size: int) -> Tensor:
     """Return the logarithms of the initial exploration standard deviations [size]."""
-    return torch.full((size,), math.log(tuning.std))
+    return torch.full((size,), math.log(tuning.exploration_std))
 
 
 def _learns(module: nn.Module) -> bool:

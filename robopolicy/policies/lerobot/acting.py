@@ -256,7 +256,7 @@ class FromLeRobot:
                 stacklevel=2,
             )
             saved_settings = replace(saved_settings, base=None)
-        tuning = replace(saved_settings.tuning, tuned=config.tuned)
+        tuning = replace(saved_settings.tuning, trainable=config.trainable)
         settings = replace(saved_settings, fps=spec.fps, instructions=spec.instructions, tuning=tuning)
         policy = load_lerobot_policy(folder, settings=settings)
         try:

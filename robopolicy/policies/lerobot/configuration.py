@@ -32,7 +32,15 @@ class Tuned(Enum):
 class LeRobotTuning:
     """Exploration and training settings of a LeRobot policy; values are in its normalised actions."""
 
-    tuned: Tuned = Tuned.EXPERT
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "tuned": "trainable",
+        "least_noise": "min_std",
+        "std": "exploration_std",
+        "keep_prefix": "cache_encoder_outputs",
+        "checkpointing": "gradient_checkpointing",
+    }
+
+    trainable: Tuned = Tuned.EXPERT
     """Weights to train: expert (the observation encoder is frozen and runs once per policy call), all, or lerobot
     (those that the checkpoint's config leaves trainable).
     """
@@ -43,33 +51,34 @@ class LeRobotTuning:
     flow_noise_level: NonNegative = 0.1
     """Scale of the flow noise."""
     eta: NonNegative = 1.0
-    """Exploration noise of a diffusion's steps: 1 for DDPM's noise, 0 for only the minimum (least_noise)."""
-    least_noise: NonNegative = 0.1
+    """Exploration noise of a diffusion's steps: 1 for DDPM's noise, 0 for only the minimum (min_std)."""
+    min_std: NonNegative = 0.1
     """Minimum standard deviation of each step, in exploration and log-probabilities; not applied to constant noise."""
     noisy_steps: Count | None = None
     """Number of random denoising steps per action chunk that have noise and a log-probability, null for all."""
-    std: Positive = 0.1
+    exploration_std: Positive = 0.1
     """act, which has no noise of its own: initial standard deviation of exploration for each action element."""
     learn_std: bool = True
     """Whether std is trained (act); the trained value is saved with the checkpoint and used on resuming.
     """
     temperature: Positive = 1.0
     """pi0_fast, which generates tokens: sampling temperature of exploration, by which logits are divided."""
-    keep_prefix: bool = True
+    cache_encoder_outputs: bool = True
     """Whether rollouts store the frozen encoder's output; otherwise observations are encoded again for
     log-probabilities.
     """
-    checkpointing: bool = False
+    gradient_checkpointing: bool = False
     """Whether log-probabilities use activation checkpointing: less memory, a third more time."""
 
     def __post_init__(self) -> None:
         if self.flow_noise is FlowNoise.LEARNED:
             raise ConfigError("flow_noise=learned needs a network with a noise head, and LeRobot's networks have none.")
-        if min(self.flow_noise_level, self.least_noise) < 0:
-            raise ConfigError("flow_noise_level and least_noise must not be negative.")
-        if self.std < LEAST_STD:
+        if min(self.flow_noise_level, self.min_std) < 0:
+            raise ConfigError("flow_noise_level and min_std must not be negative.")
+        if self.exploration_std < LEAST_STD:
             raise ConfigError(
-                f"std={self.std:g} must be at least {LEAST_STD:g}: with less noise, log-probabilities are not useful."
+                f"exploration_std={self.exploration_std:g} must be at least {LEAST_STD:g}: with less noise, "
+                f"log-probabilities are not useful."
             )
         if self.temperature <= 0:
             raise ConfigError(f"temperature={self.temperature:g} must be positive; 1 is the trained distribution.")
@@ -80,10 +89,11 @@ class LeRobotStart:
     """A LeRobot policy to train further; its network, processors and statistics are kept."""
 
     builds: ClassVar[str] = "robopolicy.policies.lerobot.acting:FromLeRobot"
+    RENAMED: ClassVar[Mapping[str, str]] = {"tuned": "trainable"}
 
     path: Path | None = None
     """Folder of the LeRobot checkpoint, with config.json, model.safetensors and processors."""
-    tuned: Tuned = Tuned.LEROBOT
+    trainable: Tuned = Tuned.LEROBOT
     """Weights to train: lerobot (those that the checkpoint's config leaves trainable), expert, or all."""
     levels_per_sample: Count = 1
     """Number of noise levels at which each sample is denoised; its observation is encoded once."""

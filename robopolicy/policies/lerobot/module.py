@@ -36,8 +36,8 @@ class LeRobotModule(nn.Module):
         names = {module: name for name, module in self.policy.named_modules()}
         self._acting = tuple(names[module] for module in acting)  # adapters put another module at a layer's name
         self.adapter_rank = 0
-        if self.tuning.tuned is not Tuned.LEROBOT:
-            self.policy.requires_grad_(self.tuning.tuned is Tuned.ALL)
+        if self.tuning.trainable is not Tuned.LEROBOT:
+            self.policy.requires_grad_(self.tuning.trainable is Tuned.ALL)
             for module in self.acting:
                 module.requires_grad_(True)
 

@@ -63,8 +63,10 @@ class FastTokens(LeRobotModule):
         inner: Any = policy.policy
         language = inner.model.paligemma_with_expert.paligemma
         super().__init__(policy, [language.model.language_model, language.lm_head])
-        if self.tuning.checkpointing:
-            raise ConfigError("checkpointing recomputes denoising steps, and pi0_fast has none: set it to false.")
+        if self.tuning.gradient_checkpointing:
+            raise ConfigError(
+                "gradient_checkpointing recomputes denoising steps, and pi0_fast has none: set it to false."
+            )
         tokenizer = inner._paligemma_tokenizer
         self.words = len(tokenizer)
         self.begin: int = tokenizer.bos_token_id
@@ -80,7 +82,9 @@ class FastTokens(LeRobotModule):
     @property
     def caches_condition(self) -> bool:
         """Whether decisions cache the embedded images: the image encoder is frozen."""
-        return self.tuning.keep_prefix and not any(weight.requires_grad for weight in self.encoder_parameters())
+        return self.tuning.cache_encoder_outputs and not any(
+            weight.requires_grad for weight in self.encoder_parameters()
+        )
 
     @torch.no_grad()
     def act(

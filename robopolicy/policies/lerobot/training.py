@@ -52,9 +52,9 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "flow_noise": ("flow",),
     "flow_noise_level": ("flow",),
     "eta": ("diffusion",),
-    "least_noise": ("flow", "diffusion"),
+    "min_std": ("flow", "diffusion"),
     "noisy_steps": ("flow", "diffusion"),
-    "std": ("act",),
+    "exploration_std": ("act",),
     "learn_std": ("act",),
     "temperature": ("pi0_fast",),
 }
@@ -116,9 +116,11 @@ def require_read(policy: LeRobotReader, tuning: LeRobotTuning) -> None:
         return  # which is what has to be said
     kind = inner.config.type
     defaults, settings = LeRobotTuning(), policy.settings
-    if kind == "act" and settings.log_std is not None and tuning.std not in (defaults.std, settings.tuning.std):
+    known_stds = (defaults.exploration_std, settings.tuning.exploration_std)
+    if kind == "act" and settings.log_std is not None and tuning.exploration_std not in known_stds:
         raise ConfigError(
-            f"lerobot.std={tuning.std:g} is the initial exploration noise of an act policy, but this one has trained "
+            f"lerobot.exploration_std={tuning.exploration_std:g} is the initial exploration noise of an act policy, "
+            f"but this one has trained "
             "its standard deviations: unset it, or remove log_std from its robopolicy.json."
         )
     of = kind if kind in WITHOUT_STEPS else FAMILIES[kind](inner).chain(defaults)["kind"].value
@@ -133,7 +135,7 @@ def require_read(policy: LeRobotReader, tuning: LeRobotTuning) -> None:
 
 def _least_noise(tuning: LeRobotTuning, chain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the lower bounds of noise, and bounds of an element's log-probability suitable for such small noise."""
-    lower_bound = tuning.least_noise
+    lower_bound = tuning.min_std
     if chain.get("flow_noise") is FlowNoise.CONSTANT:  # a smaller constant is no accident
         lower_bound = min(lower_bound, tuning.flow_noise_level)
     # The log-density of a Gaussian is at most -log(std) - 0.92, so this bound never holds at the smallest std.
@@ -152,14 +154,14 @@ class LeRobotNetwork(LeRobotModule):
         self.family = family
         self.latent_size, self.first_step = self.family.latent_size, self.family.first_step
         self.reads_instructions = self.family.reads_instructions
-        self.keeps_condition = self.tuning.keep_prefix
+        self.keeps_condition = self.tuning.cache_encoder_outputs
         crops = getattr(inner.config, "crop_is_random", False) or getattr(inner.config, "image_crop_is_random", False)
         self.cropping = tuple(each for each in self.policy.modules() if crops and getattr(each, "do_crop", False))
         drops = inner.config.type == "multi_task_dit" and inner.config.dropout
         self.dropping = tuple(inner.noise_predictor.modules()) if drops else ()
         flow = self.family.chain(self.tuning)["kind"] is PolicyKind.FLOW
         noise_free = flow and self.tuning.flow_noise is FlowNoise.ODE
-        setting = "flow_noise_level" if flow else "eta or least_noise"
+        setting = "flow_noise_level" if flow else "eta or min_std"
         self.how_to_explore = "choose a flow_noise other than ode" if noise_free else f"raise {setting}"
 
     @property
@@ -211,7 +213,7 @@ class LeRobotNetwork(LeRobotModule):
     def steps(self, times: Tensor, condition: Condition) -> Steps:
         """Prepare steps at times [K]; see `SharesSteps`."""
         each_step = EveryStep(self, times, condition)
-        if self.tuning.checkpointing:
+        if self.tuning.gradient_checkpointing:
             return Recomputed(each_step)
         # In bfloat16 products differ with the shape, by more than scores of what acted may.
         weights = [weight for module in self.family.denoising_modules() for weight in module.parameters()]

@@ -32,13 +32,15 @@ seed).
 class AgentConfig:
     """Settings common to all agents. Raises ConfigError unless discount is in (0, 1) and tau in (0, 1]."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"rate": "learning_rate"}
+
     width: Count = 256
     """Number of units per hidden layer."""
     depth: Count = 2
     """Number of hidden layers."""
     layer_norm: bool = False
     """Apply layer normalisation to the critics' hidden layers, which limits overestimation far from the data."""
-    rate: Positive = 3e-4
+    learning_rate: Positive = 3e-4
     """Learning rate."""
     discount: Share = 0.99
     """Discount factor per control step."""
@@ -59,9 +61,10 @@ class IqlConfig(AgentConfig):
     """
 
     builds: ClassVar[str] = "robopolicy.rl.offline.iql:Iql"
+    RENAMED: ClassVar[Mapping[str, str]] = {"cap": "max_weight"}
     layer_norm: bool = True
     """Apply layer normalisation to the critics' hidden layers, which limits overestimation far from the data."""
-    rate: Positive = 1e-3
+    learning_rate: Positive = 1e-3
     """Learning rate."""
     expectile: Share = 0.9
     """Expectile of the recorded actions' values that defines a state's value; 0.5 is their mean."""
@@ -69,7 +72,7 @@ class IqlConfig(AgentConfig):
     """Number of critics; their minimum is used."""
     temperature: NonNegative = 3.0
     """Inverse temperature of the imitation weight exp(temperature * advantage)."""
-    cap: Positive = 100.0
+    max_weight: Positive = 100.0
     """Maximum imitation weight."""
 
     def __post_init__(self) -> None:
@@ -89,13 +92,14 @@ class Td3Config(AgentConfig):
     """Settings of agents with a deterministic actor (TD3, arXiv:1802.09477). Raises ConfigError unless delay >= 1."""
 
     FIXED: ClassVar[Mapping[str, Any]] = {"policy_noise": POLICY_NOISE, "noise_clip": NOISE_CLIP}
-    delay: Count = 2
+    RENAMED: ClassVar[Mapping[str, str]] = {"delay": "policy_delay"}
+    policy_delay: Count = 2
     """Number of critic updates per actor update."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.delay < 1:
-            raise ConfigError(f"delay={self.delay} must be at least 1.")
+        if self.policy_delay < 1:
+            raise ConfigError(f"policy_delay={self.policy_delay} must be at least 1.")
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class ReBracConfig(Td3Config):
     """Number of hidden layers."""
     layer_norm: bool = True
     """Apply layer normalisation to the critics' hidden layers, which limits overestimation far from the data."""
-    rate: Positive = 1e-3
+    learning_rate: Positive = 1e-3
     """Learning rate."""
 
     def __post_init__(self) -> None:
@@ -181,6 +185,11 @@ class SacConfig(AgentConfig):
     """
 
     builds: ClassVar[str] = "robopolicy.rl.offline.sac:Sac"
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "actor_rate": "actor_learning_rate",
+        "subset": "critic_subset",
+        "delay": "policy_delay",
+    }
     critics: Count = 10
     """Number of critics; targets and actor use their minimum."""
     diversity: NonNegative = 1.0
@@ -195,23 +204,23 @@ class SacConfig(AgentConfig):
     """Initial entropy temperature."""
     entropy_backup: bool = True
     """Whether targets include the entropy term."""
-    actor_rate: Positive | None = None
+    actor_learning_rate: Positive | None = None
     """Learning rate of the actor and the temperature, null for that of the critics."""
-    subset: Count | None = None
+    critic_subset: Count | None = None
     """Number of critics, sampled at every update, whose minimum is the target; the actor maximises the mean of all
     (REDQ, arXiv:2101.05982). null uses the minimum of all critics for both.
     """
-    delay: Count = 1
+    policy_delay: Count = 1
     """Number of critic updates per update of actor and temperature."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.critics < 1 or self.diversity < 0:
             raise ConfigError(f"critics={self.critics} must be at least 1, and diversity={self.diversity} at least 0.")
-        if self.subset is not None and not 1 <= self.subset <= self.critics:
-            raise ConfigError(f"subset={self.subset} must be from 1 to critics={self.critics}.")
-        if self.delay < 1:
-            raise ConfigError(f"delay={self.delay} must be at least 1.")
+        if self.critic_subset is not None and not 1 <= self.critic_subset <= self.critics:
+            raise ConfigError(f"critic_subset={self.critic_subset} must be from 1 to critics={self.critics}.")
+        if self.policy_delay < 1:
+            raise ConfigError(f"policy_delay={self.policy_delay} must be at least 1.")
 
 
 @dataclass(frozen=True)
@@ -227,7 +236,7 @@ class RlpdConfig(SacConfig):
     """Number of hidden layers."""
     layer_norm: bool = True
     """Apply layer normalisation to the critics' hidden layers, which limits overestimation far from the data."""
-    subset: Count | None = 2
+    critic_subset: Count | None = 2
     """Number of critics, sampled at every update, whose minimum is the target; the actor maximises the mean of all
     (REDQ, arXiv:2101.05982). null uses the minimum of all critics for both.
     """
@@ -261,7 +270,7 @@ class CqlConfig(SacConfig):
     """Cal-QL: never lower the Q of the actor's actions below the recorded return from that state."""
     entropy_backup: bool = False
     """Whether targets include the entropy term."""
-    actor_rate: Positive | None = 1e-4
+    actor_learning_rate: Positive | None = 1e-4
     """Learning rate of the actor and the temperature, null for that of the critics."""
     temperature: Positive = 0.05
     """Initial entropy temperature; the papers' 1 is too large for rewards given once per episode."""

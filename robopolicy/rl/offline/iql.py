@@ -30,7 +30,7 @@ class Iql(OfflineAgent):
                 part.members.weights[-1].mul_(0.01)
         self.slow = copy.deepcopy(self.critics).requires_grad_(False)
         self.optimisers = {
-            name: torch.optim.Adam(part.parameters(), config.rate)
+            name: torch.optim.Adam(part.parameters(), config.learning_rate)
             for name, part in (("actor", self.actor), ("critics", self.critics), ("values", self.values))
         }
 
@@ -53,7 +53,7 @@ class Iql(OfflineAgent):
         value_loss = expectile_loss(data_value - value, config.expectile).mean()
         critic_loss = (self.critics(batch.state, batch.action) - target).square().mean(1).sum()
         # Detached: imitation must not move V to make its weights larger.
-        weight = (config.temperature * (data_value - value.detach())).exp().clamp(max=config.cap)
+        weight = (config.temperature * (data_value - value.detach())).exp().clamp(max=config.max_weight)
         actor_loss = -(weight * self.actor.log_prob(batch.state, batch.action)).mean()
         for name, loss in (("values", value_loss), ("critics", critic_loss), ("actor", actor_loss)):
             self.step(name, loss)

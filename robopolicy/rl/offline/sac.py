@@ -32,10 +32,10 @@ class Sac(OfflineAgent):
         self.slow = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_temperature = torch.nn.Parameter(torch.tensor(float(config.temperature)).log())
         self.target_entropy = -float(action) if config.target_entropy is None else config.target_entropy
-        slower = config.rate if config.actor_rate is None else config.actor_rate
+        slower = config.learning_rate if config.actor_learning_rate is None else config.actor_learning_rate
         self.optimisers = {
             "actor": torch.optim.Adam(self.actor.parameters(), slower),
-            "critics": torch.optim.Adam(self.critics.parameters(), config.rate),
+            "critics": torch.optim.Adam(self.critics.parameters(), config.learning_rate),
             "temperature": torch.optim.Adam([self.log_temperature], slower),
         }
 
@@ -53,9 +53,9 @@ class Sac(OfflineAgent):
         with torch.no_grad():
             action, density = self.actor.sample(batch.next_state, generator)
             values = self.slow(batch.next_state, action)
-            if self.config.subset is not None:
+            if self.config.critic_subset is not None:
                 order = torch.randperm(len(values), generator=generator, device=generator.device)
-                values = values[order[: self.config.subset].to(values.device)]
+                values = values[order[: self.config.critic_subset].to(values.device)]
             value = values.min(0).values
             if self.config.entropy_backup:
                 value = value - self.log_temperature.exp() * density
@@ -86,7 +86,7 @@ class Sac(OfflineAgent):
         self.step("critics", critic_loss + regulariser)
         self.updates += 1
         climbed: dict[str, Tensor] = {}
-        if self.updates % self.config.delay == 0:
+        if self.updates % self.config.policy_delay == 0:
             climbed["entropy"] = self.climb(batch.state, generator)
         follow(self.slow, self.critics, self.config.tau)
         return {
@@ -103,7 +103,7 @@ class Sac(OfflineAgent):
         """Take one step of actor and temperature in states [B, S]; returns the actor's entropy there, []."""
         action, density = self.actor.sample(state, generator)
         values = self.critics(state, action)
-        value = values.min(0).values if self.config.subset is None else values.mean(0)
+        value = values.min(0).values if self.config.critic_subset is None else values.mean(0)
         # E[temperature log pi - Q]: the temperature has a loss of its own below.
         self.step("actor", (self.log_temperature.exp().detach() * density - value).mean())
         if self.config.learn_temperature:

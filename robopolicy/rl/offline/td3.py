@@ -55,8 +55,8 @@ class Td3(OfflineAgent):
         self.slow_actor = copy.deepcopy(self.actor).requires_grad_(False)
         self.slow_critics = copy.deepcopy(self.critics).requires_grad_(False)
         self.optimisers = {
-            "actor": torch.optim.Adam(self.actor.parameters(), config.rate),
-            "critics": torch.optim.Adam(self.critics.parameters(), config.rate),
+            "actor": torch.optim.Adam(self.actor.parameters(), config.learning_rate),
+            "critics": torch.optim.Adam(self.critics.parameters(), config.learning_rate),
         }
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class Td3(OfflineAgent):
         self.step("critics", critic_loss)
         self.updates += 1
         # The actor waits for critics that have settled: TD3's delayed updates, slow copies included.
-        if self.updates % self.config.delay == 0:
+        if self.updates % self.config.policy_delay == 0:
             self.step("actor", self.actor_loss(batch, self.actor(batch.state)))
             follow(self.slow_actor, self.actor, self.config.tau)
             follow(self.slow_critics, self.critics, self.config.tau)

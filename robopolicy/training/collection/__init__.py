@@ -55,19 +55,19 @@ def make_collector(
             return EpisodeCollector(world, actor, algorithm, section, seed, generator, *arguments, images=images)
         return StreamCollector(world, actor, section.rollout_length, seed, generator, acts, images=images)
 
-    if not (config.props or config.staleness or config.delay):
+    if not (config.props_parts or config.staleness or config.policy_lag):
         return in_turns(policy, config)
     # Acting with the learner's own weights would change them under a batch that is being played.
     actor = copied(policy).requires_grad_(False).eval()
-    if config.props:
+    if config.props_parts:
         share = replace(
             config,
-            groups=max(1, config.groups // config.props),
-            rollout_length=max(1, config.rollout_length // config.props),
+            groups=max(1, config.groups // config.props_parts),
+            rollout_length=max(1, config.rollout_length // config.props_parts),
         )
         instructions = world.spec.instructions
-        inner, past = in_turns(actor, share), config.props_past
-        return PropsCollector(inner, policy, actor, instructions, generator, config.props, past=past)
-    if config.delay:
-        return DelayedCollector(in_turns(actor, config), policy, actor, config.delay)
+        inner, past = in_turns(actor, share), config.props_past_iterations
+        return PropsCollector(inner, policy, actor, instructions, generator, config.props_parts, past=past)
+    if config.policy_lag:
+        return DelayedCollector(in_turns(actor, config), policy, actor, config.policy_lag)
     return BackgroundCollector(in_turns(actor, config), policy, actor, config.staleness)

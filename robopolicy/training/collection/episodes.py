@@ -67,7 +67,7 @@ class EpisodeCollector:
         uncertain = config.branch_by == "uncertainty"
         branching = Branching(config.branch_at, config.branch_width, config.branch_sampling_step, uncertain)
         actor = policy if acts is None else acts
-        self.player = EpisodePlayer(world, actor, branching, stop_still=config.stop_still, images=images)
+        self.player = EpisodePlayer(world, actor, branching, max_idle_chunks=config.max_idle_chunks, images=images)
         self.provision = math.ceil((1 + config.overprovision) * config.groups)
         self.begun: dict[int, tuple[int, float]] = {}
 
@@ -124,7 +124,7 @@ class EpisodeCollector:
         # Group numbers never repeat in a run: held groups of an earlier batch keep theirs.
         config, first = self.config, batch * self.provision
         seeds, starts = self._propose(batch, self.provision - len(self.player.held))
-        _, pool = start_pool(self.seed, config.starts, len(self.world.spec.instructions))
+        _, pool = start_pool(self.seed, config.num_initial_states, len(self.world.spec.instructions))
         tasks = [pool[start] for start in starts] if pool else []
         states, depths = self._hinted(batch, starts)
         origins_of_batch = zip(starts.tolist(), depths, strict=True)
@@ -189,11 +189,11 @@ class EpisodeCollector:
     def _propose(self, batch: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return seeds [n] and indices [n] of the initial states to play; n = count unless the pool is smaller."""
         config = self.config
-        if not config.starts:
+        if not config.num_initial_states:
             return episode_seeds(self.seed, f"collect/{batch}", count), np.arange(count)
         draws = np.random.default_rng(derive(self.seed, f"starts/{batch}"))
-        starts = self.sampler.propose(count, config.starts, draws)
-        return start_pool(self.seed, config.starts)[0][starts], starts
+        starts = self.sampler.propose(count, config.num_initial_states, draws)
+        return start_pool(self.seed, config.num_initial_states)[0][starts], starts
 
     def tree(self) -> dict[str, Any]:
         """Return the state of the sampler and the hint, and the unfinished groups."""

@@ -36,11 +36,12 @@ class ChainPpoConfig:
     builds: ClassVar[str] = "robopolicy.training.offline.improvers:ChainPpo"
     tunes_chain: ClassVar[bool] = True
     """Whether the method trains the final denoising steps, as many as fine-tuning does (finetune.finetuned_steps)."""
+    RENAMED: ClassVar[Mapping[str, str]] = {"decisions": "observations"}
     iterations: Count = 1
     """Number of times per round that new action chunks are sampled; after the first, the candidate itself samples
     them.
     """
-    decisions: Count = 4096
+    observations: Count = 4096
     """Number of recorded observations at which the policy samples new action chunks."""
     epochs: Count = 4
     """Number of passes over the sampled chunks."""
@@ -56,8 +57,8 @@ class ChainPpoConfig:
     """Maximum difference between recomputed and recorded log-probabilities of fresh chunks."""
 
     def __post_init__(self) -> None:
-        if min(self.iterations, self.decisions, self.epochs, self.minibatch) < 1:
-            raise ConfigError("iterations, decisions, epochs and minibatch must be at least 1.")
+        if min(self.iterations, self.observations, self.epochs, self.minibatch) < 1:
+            raise ConfigError("iterations, observations, epochs and minibatch must be at least 1.")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class WeightedImitationConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.improvers:WeightedImitation"
+    RENAMED: ClassVar[Mapping[str, str]] = {"cap": "max_weight"}
     steps: Count = 500
     """Number of updates per round."""
     batch_size: Count = 256
@@ -77,12 +79,14 @@ class WeightedImitationConfig:
     """Learning rate of the policy."""
     temperature: NonNegative = 1.0
     """Strength of the preference for better actions; 0 is plain imitation."""
-    cap: Positive = 20.0
+    max_weight: Positive = 20.0
     """Maximum imitation weight."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1 or self.temperature < 0 or self.cap <= 0:
-            raise ConfigError("steps and batch_size must be at least 1, temperature at least 0, and cap above 0.")
+        if self.steps < 1 or self.batch_size < 1 or self.temperature < 0 or self.max_weight <= 0:
+            raise ConfigError(
+                "steps and batch_size must be at least 1, temperature at least 0, and max_weight above 0."
+            )
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class FilteredImitationConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.recap:FilteredImitation"
+    RENAMED: ClassVar[Mapping[str, str]] = {"decisions": "samples_per_observation", "positive": "positive_fraction"}
     steps: Count = 1000
     """Number of updates per round."""
     batch_size: Count = 256
@@ -105,16 +110,16 @@ class FilteredImitationConfig:
     """Advantage of an action chunk: as in recap, or success (whether its episode succeeded; all such chunks are
     imitated).
     """
-    decisions: Count = 8
+    samples_per_observation: Count = 8
     """advantage=own: number of action chunks sampled from the policy per recorded observation."""
-    positive: Share = 0.3
+    positive_fraction: Share = 0.3
     """Fraction of the action chunks that is imitated."""
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.batch_size, self.decisions) < 1:
-            raise ConfigError("steps, batch_size and decisions must be at least 1.")
-        if not 0 < self.positive < 1:
-            raise ConfigError("positive must be between 0 and 1.")
+        if min(self.steps, self.batch_size, self.samples_per_observation) < 1:
+            raise ConfigError("steps, batch_size and samples_per_observation must be at least 1.")
+        if not 0 < self.positive_fraction < 1:
+            raise ConfigError("positive_fraction must be between 0 and 1.")
 
 
 @dataclass(frozen=True)
@@ -129,13 +134,14 @@ class BestOfConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.improvers:BestOf"
+    RENAMED: ClassVar[Mapping[str, str]] = {"decisions": "observations"}
     candidates: Count = 16
     """Number of action chunks sampled per observation."""
     proposer: Literal["base", "incumbent"] = "base"
     """Policy that samples the candidates: base (the initial policy, on which the critic is most accurate) or the
     incumbent.
     """
-    decisions: Count = 8192
+    observations: Count = 8192
     """Number of recorded observations."""
     steps: Count = 500
     """Number of updates per round."""
@@ -145,8 +151,8 @@ class BestOfConfig:
     """Learning rate of the policy."""
 
     def __post_init__(self) -> None:
-        if min(self.candidates, self.decisions, self.steps, self.batch_size) < 1:
-            raise ConfigError("candidates, decisions, steps and batch_size must be at least 1.")
+        if min(self.candidates, self.observations, self.steps, self.batch_size) < 1:
+            raise ConfigError("candidates, observations, steps and batch_size must be at least 1.")
 
 
 @dataclass(frozen=True)
@@ -190,20 +196,23 @@ class AdjointMatchingConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.gradients:AdjointMatching"
+    RENAMED: ClassVar[Mapping[str, str]] = {"strength": "inverse_temperature"}
     steps: Count = 600
     """Number of updates per round."""
     batch_size: Count = 128
     """Number of recorded observations per update, with one denoising chain each."""
     learning_rate: Positive = 1e-3
     """Learning rate of the policy."""
-    strength: NonNegative = 5.0
+    inverse_temperature: NonNegative = 5.0
     """Inverse temperature: log-probability per unit of value; 0 leaves the flow unchanged."""
     pessimism: NonNegative = 1.0
     """Number of standard deviations over the critics subtracted from their mean; 1 gives the minimum of two critics."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1 or min(self.strength, self.pessimism) < 0:
-            raise ConfigError("steps and batch_size must be at least 1, and strength and pessimism at least 0.")
+        if self.steps < 1 or self.batch_size < 1 or min(self.inverse_temperature, self.pessimism) < 0:
+            raise ConfigError(
+                "steps and batch_size must be at least 1, and inverse_temperature and pessimism at least 0."
+            )
 
 
 @dataclass(frozen=True)
@@ -220,6 +229,11 @@ class RecapConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.recap:Recap"
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "decisions": "samples_per_observation",
+        "positive": "positive_fraction",
+        "dropout": "indicator_dropout",
+    }
     steps: Count = 1000
     """Number of updates per round."""
     batch_size: Count = 256
@@ -231,11 +245,11 @@ class RecapConfig:
     it depends on the action and not the state), critic (min Q - V), or steps (reward during the chunk plus V after it
     minus V before it).
     """
-    decisions: Count = 8
+    samples_per_observation: Count = 8
     """advantage=own: number of action chunks sampled from the policy per recorded observation."""
-    positive: Share = 0.3
+    positive_fraction: Share = 0.3
     """Fraction of the action chunks labelled better than average."""
-    dropout: Share = 0.3
+    indicator_dropout: Share = 0.3
     """Fraction of training samples without the advantage indicator (classifier-free guidance)."""
     guidance: NonNegative = 2.5
     """Guidance weight of the positive indicator at inference: 1 uses it alone, more extrapolates (two network calls per
@@ -243,10 +257,10 @@ class RecapConfig:
     """
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.batch_size, self.decisions) < 1:
-            raise ConfigError("steps, batch_size and decisions must be at least 1.")
-        if not 0 < self.positive < 1 or not 0 <= self.dropout < 1:
-            raise ConfigError("positive and dropout must be between 0 and 1.")
+        if min(self.steps, self.batch_size, self.samples_per_observation) < 1:
+            raise ConfigError("steps, batch_size and samples_per_observation must be at least 1.")
+        if not 0 < self.positive_fraction < 1 or not 0 <= self.indicator_dropout < 1:
+            raise ConfigError("positive_fraction and indicator_dropout must be between 0 and 1.")
 
 
 @dataclass(frozen=True)
@@ -282,7 +296,8 @@ class DsrlConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.frozen:Dsrl"
-    bound: Positive = 1.5
+    RENAMED: ClassVar[Mapping[str, str]] = {"bound": "noise_bound", "own_share": "actor_noise_fraction"}
+    noise_bound: Positive = 1.5
     """Largest noise that the actor may choose, in standard deviations."""
     steps: Count = 2000
     """Number of updates per round."""
@@ -290,7 +305,7 @@ class DsrlConfig:
     """Number of recorded observations per update."""
     learning_rate: Positive = 1e-3
     """Learning rate of the actor and the critics over noise."""
-    own_share: Share = 0.5
+    actor_noise_fraction: Share = 0.5
     """Fraction of a batch whose noise is chosen by the actor, so that the critics are accurate there; the paper's is
     0.
     """
@@ -302,10 +317,12 @@ class DsrlConfig:
     """Number of hidden layers."""
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.batch_size, self.critics, self.width, self.depth) < 1 or self.bound <= 0:
-            raise ConfigError("steps, batch_size, critics, width and depth must be at least 1, and bound above 0.")
-        if not 0 <= self.own_share <= 1:
-            raise ConfigError(f"own_share={self.own_share} must be in [0, 1].")
+        if min(self.steps, self.batch_size, self.critics, self.width, self.depth) < 1 or self.noise_bound <= 0:
+            raise ConfigError(
+                "steps, batch_size, critics, width and depth must be at least 1, and noise_bound above 0."
+            )
+        if not 0 <= self.actor_noise_fraction <= 1:
+            raise ConfigError(f"actor_noise_fraction={self.actor_noise_fraction} must be in [0, 1].")
 
 
 @dataclass(frozen=True)
@@ -334,7 +351,9 @@ class IdqlConfig:
 class GuidedConfig:
     """Synthetic episodes from a diffusion model of the log, guided towards the policy: arXiv:2404.06356."""
 
-    count: Count = 1024
+    RENAMED: ClassVar[Mapping[str, str]] = {"count": "episodes"}
+
+    episodes: Count = 1024
     """Number of generated episodes."""
     guidance: NonNegative = 1.0
     """Strength of the guidance of their actions towards the policy's; 0 leaves them like the recorded ones."""
@@ -350,9 +369,9 @@ class GuidedConfig:
     """Number of recorded subsequences per training step."""
 
     def __post_init__(self) -> None:
-        if min(self.count, self.steps, self.width, self.batch_size) < 1 or self.length < 2 or self.guidance < 0:
+        if min(self.episodes, self.steps, self.width, self.batch_size) < 1 or self.length < 2 or self.guidance < 0:
             raise ConfigError(
-                "count, steps, width and batch_size must be at least 1, length at least 2, and guidance at least 0."
+                "episodes, steps, width and batch_size must be at least 1, length at least 2, and guidance at least 0."
             )
 
 

@@ -43,8 +43,8 @@ class Dsrl:
             width=config.width,
             depth=config.depth,
             critics=config.critics,
-            subset=None,
-            rate=config.learning_rate,
+            critic_subset=None,
+            learning_rate=config.learning_rate,
             temperature=0.1,
         )
         steered_policy = steered(
@@ -52,7 +52,7 @@ class Dsrl:
             settings,
             spec.observation,
             spec.instructions,
-            bound=config.bound,
+            bound=config.noise_bound,
             seed=seed,
             kind="rlpd",
             steers=False,
@@ -88,7 +88,7 @@ class Dsrl:
             rows = rows.to(states.device)
             observation = observed_at(lesson.episodes, data.frame[rows], steering.spec.history, keys)
             state = states[data.frame[rows]]
-            noise = drawn_noise(steering, state, config.own_share, generators["noise"])
+            noise = drawn_noise(steering, state, config.actor_noise_fraction, generators["noise"])
             worth = noise_values(steering, lesson, observation, data.transitions.state[rows], noise)
             # No backup and no target network: Q^W(s, w) = Q(s, pi(s, w)) is known for any w.
             loss = (agent.critics(state, noise) - worth).square().mean(1).sum()

@@ -66,7 +66,9 @@ class AdjointMatching:
             observation = observed_at(lesson.episodes, data.frame[rows], policy.spec.history, keys)
             state = data.transitions.state[rows]
             slope = lambda clean: value_slope(lesson, base, state, clean, config.pessimism)  # noqa: E731
-            matching, pull = matching_loss(flow, base, observation, slope, config.strength, generators["chains"])
+            matching, pull = matching_loss(
+                flow, base, observation, slope, config.inverse_temperature, generators["chains"]
+            )
             pulls.append(pull)
             return matching
 

@@ -55,7 +55,7 @@ def guided_episodes(
     model.calibrate(cpu_episodes)
     model.eval()
     target = decided(policy, model, cpu_episodes.tasks[0], seed)
-    steps = model.generate(config.count, generators["guided"], target, config.guidance)
+    steps = model.generate(config.episodes, generators["guided"], target, config.guidance)
     return as_episodes(model, steps, cpu_episodes.to(generators.device))
 
 

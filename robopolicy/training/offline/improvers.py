@@ -140,7 +140,7 @@ class ChainPpo:
         learner = Learner(policy, None, None, build_algorithm(settings), settings, instructions)
         figures: dict[str, float] = {}
         for iteration in range(config.iterations):
-            rollouts = decided_anew(policy, lesson, config.decisions, generators, iteration)
+            rollouts = decided_anew(policy, lesson, config.observations, generators, iteration)
             figures = {"advantage": float((rollouts.extras["q"] - rollouts.extras["v"]).mean())}
             tolerance = tolerance_in("fp32", config.ratio_tolerance, policy.spec.categorical)
             require_same_scores(rollouts, policy, iteration, instructions, tolerance, where)
@@ -212,7 +212,7 @@ class WeightedImitation:
     ) -> dict[str, float]:
         """Imitate recorded chunks weighted by their advantage; see `Improver`."""
         config = self.config
-        weight = imitation_weights(lesson, config.temperature, config.cap)
+        weight = imitation_weights(lesson, config.temperature, config.max_weight)
         batch = partial(lesson.recorded, spec=policy.spec)
         loss = imitate(policy, batch, len(lesson.data), config, step, generators, where, weight)
         return {"loss": loss, "largest_weight": float(weight.max())}
@@ -238,7 +238,7 @@ class BestOf:
         data = lesson.data
         spec = policy.spec
         draws = generators["observations"]
-        index = torch.randperm(len(data), generator=draws, device=draws.device)[: config.decisions]
+        index = torch.randperm(len(data), generator=draws, device=draws.device)[: config.observations]
         frames = data.frame[index.to(lesson.episodes.device)]
         proposer = policy if self.base is None else self.base
         actions, gain = chosen_decisions(proposer, lesson, frames, config.candidates, generators)

@@ -41,14 +41,19 @@ class Recap:
         """Imitate all chunks conditioned on their indicators; see `Improver`."""
         config, data = self.config, lesson.data
         network_to_tell(policy).guidance.fill_(config.guidance)
-        better = improvements(advantages(policy, lesson, config, generators), config.positive, corrections(lesson))
+        better = improvements(
+            advantages(policy, lesson, config, generators), config.positive_fraction, corrections(lesson)
+        )
         indicators = torch.where(better, int(Improvement.POSITIVE), int(Improvement.NEGATIVE))
         draws = generators["indicator"]
 
         def batch(rows: Tensor) -> dict[str, Any]:
             minibatch = lesson.recorded(rows, policy.spec)
             # Classifier-free guidance needs the network without its condition as well.
-            hidden = torch.rand(len(rows), generator=draws, device=draws.device).to(indicators.device) < config.dropout
+            hidden = (
+                torch.rand(len(rows), generator=draws, device=draws.device).to(indicators.device)
+                < config.indicator_dropout
+            )
             minibatch["observation"][IMPROVEMENT] = indicators[rows].masked_fill(hidden, int(Improvement.NONE))
             return minibatch
 
@@ -84,7 +89,9 @@ class FilteredImitation:
         if config.advantage == "success":
             better = successful(lesson)
         else:
-            better = improvements(advantages(policy, lesson, config, generators), config.positive, corrections(lesson))
+            better = improvements(
+                advantages(policy, lesson, config, generators), config.positive_fraction, corrections(lesson)
+            )
         indices = better.nonzero().flatten()
         if not len(indices):
             raise ConfigError(
@@ -112,10 +119,10 @@ def advantages(
             # One-step advantage r + gamma V(s') - V(s): no Q of actions is asked.
             return data.backup(critic.value(data.next_state), critic.discount) - v
     means = list[Tensor]()
-    for rows in torch.split(torch.arange(len(q), device=q.device), ROWS // config.decisions):
+    for rows in torch.split(torch.arange(len(q), device=q.device), ROWS // config.samples_per_observation):
         frames, generator = lesson.data.frame[rows], generators["own"]
-        chunks = actions_at(policy, lesson.episodes, frames, generator, samples=config.decisions)
-        state = data.state[rows].repeat_interleave(config.decisions, 0)
+        chunks = actions_at(policy, lesson.episodes, frames, generator, samples=config.samples_per_observation)
+        state = data.state[rows].repeat_interleave(config.samples_per_observation, 0)
         values, _ = lesson.values(state, lesson.interface.to_agent(chunks.flatten(0, 1)))
         means.append(values.reshape(len(rows), -1).mean(1))
     return q - torch.cat(means)
