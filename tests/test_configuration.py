@@ -36,6 +36,11 @@ def test_every_world_composes(world):
     assert compose([f"world={world}"]).world.name
 
 
+def test_defaults_are_composed_without_hydra_to_the_same():
+    """compose([]) returns Config() at once; a setting with its default value goes through hydra."""
+    assert compose([]) == Config() == compose(["run.seed=0"])
+
+
 def test_overrides_outweigh_recipes_and_recipes_outweigh_defaults():
     assert compose(["recipe=push_t"]).world.name == "push_t"
     config = compose(["recipe=push_t", "world=push_cube", "policy.chunk=2", "train.fit.steps=7"])
@@ -79,7 +84,7 @@ def test_a_verb_reads_only_the_sections_that_its_run_folder_remembers(verb):
         for node in ast.walk(source)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "config"
     }
-    assert read - {"json"} <= {*declaration(verb).sections}
+    assert read - {"json", "replaced"} <= {*declaration(verb).sections}
 
 
 @pytest.mark.long
@@ -100,6 +105,8 @@ def test_below_the_command_line_messages_name_arguments_not_configuration_keys()
 def test_help_and_the_list_of_algorithms_import_no_torch():
     code = (
         "import sys\nfrom robopolicy.cli import main\nfrom robopolicy.verbs.verb import VERBS\n"
+        "assert main(['finetune', '--help']) == 0\n"
+        "found = {'hydra', 'omegaconf', 'yaml'} & set(sys.modules)\nassert not found, found\n"
         "for verb in VERBS.names():\n    assert main([verb, '--help']) == 0\n"
         "assert main([]) == main(['algorithms']) == main(['algorithms', 'grpo']) == 0\n"
         "assert main(['algorithms', 'papers']) == 0\n"

@@ -1,4 +1,8 @@
-"""Composes the configuration from defaults, a recipe, a world and `key=value` overrides, and writes it as YAML."""
+"""Composes the configuration from defaults, a recipe, a world and `key=value` overrides, and writes it as YAML.
+
+hydra, omegaconf and yaml are imported where used: they are half of the time of `robopolicy VERB --help`, which needs
+them only if it is given settings.
+"""
 
 import copy
 import dataclasses
@@ -9,14 +13,6 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import yaml
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.config_store import ConfigNode, ConfigStore
-from hydra.errors import HydraException, OverrideParseException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from robopolicy.configuration.config import Config
 from robopolicy.configuration.former_names import FormerNames
@@ -40,6 +36,8 @@ def compose(
     neither overrides nor recipe name a world; returns the configuration with one. sections: sections that are read,
     searched for unknown keys as well. Raises ConfigError naming the key.
     """
+    if not overrides and origin is None:
+        return Config()
     former = FormerNames(overrides)
     arguments = [_prepare(override, sections, former) for override in former.present(overrides)]
     composed = _hydra(arguments)
@@ -74,6 +72,8 @@ def _fixed_in(given: Any, taken: Any, path: str = "") -> Iterator[tuple[str, Any
 
 def to_yaml(config: Config, sections: tuple[str, ...]) -> str:
     """Return the given sections as YAML, in the form saved in a run folder."""
+    from omegaconf import OmegaConf
+
     return OmegaConf.to_yaml(OmegaConf.create({name: to_plain(getattr(config, name)) for name in sections}))
 
 
@@ -84,6 +84,12 @@ def groups() -> dict[str, list[str]]:
 
 
 def _hydra(overrides: list[str]) -> dict[str, Any]:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException, OverrideParseException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         folder = str(resource("configs"))
         with _without_groups_of_hydra(), initialize_config_dir(folder, version_base="1.3", job_name="robopolicy"):
@@ -108,6 +114,8 @@ def _without_groups_of_hydra() -> Iterator[None]:
 
     They are unused here and take 0.6 of the composition time.
     """
+    from hydra.core.config_store import ConfigNode, ConfigStore
+
     groups = ConfigStore.instance().repo["hydra"]
     full_config: ConfigNode = groups["config.yaml"]
     groups["config.yaml"] = dataclasses.replace(full_config, node=_bare(full_config.name))
@@ -120,6 +128,9 @@ def _without_groups_of_hydra() -> Iterator[None]:
 @cache
 def _bare(name: str) -> Any:
     """Return Hydra's own node of this name without its groups."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
     bare = copy.deepcopy(ConfigStore.instance().repo["hydra"][name].node)
     OmegaConf.update(bare, "defaults", [])
     return bare
@@ -213,6 +224,8 @@ def _prepare(override: str, sections: Sequence[str], former: FormerNames) -> str
 
 def _require_each_key_once(key: str, value: str) -> None:
     """Raise ConfigError when a mapping contains a key twice; Hydra would silently use the last one."""
+    import yaml
+
     try:
         nodes = [yaml.compose(value, yaml.SafeLoader)] if value.startswith(("{", "[")) else []
     except yaml.YAMLError:
@@ -284,6 +297,8 @@ def _group_option(group: str, value: str, former: FormerNames) -> str:
         raise ConfigError(f"{group}={value}: this file does not exist.")
     package = "_global_" if group == "recipe" else group
     node = former.replaced(read_yaml(path) if group == "recipe" else {group: read_yaml(path)})
+    from hydra.core.config_store import ConfigStore
+
     ConfigStore.instance().store(
         group=group, name=path.stem, package=package, node=node if group == "recipe" else node[group]
     )
@@ -297,7 +312,9 @@ LONGEST_YAML, MOST_VALUES = 2**18, 20_000
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file of plain values. Raises ConfigError when it contains anything else."""
     import yaml
+    from omegaconf import OmegaConf
     from omegaconf._utils import get_yaml_loader
+    from omegaconf.errors import OmegaConfBaseException
 
     text, loader = read_text(path, ConfigError, LONGEST_YAML), get_yaml_loader()
     try:
