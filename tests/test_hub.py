@@ -24,7 +24,7 @@ from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from sims.registry import load_task, make_world
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).parent
 CLIENT = """
