@@ -14,7 +14,7 @@ CHECKPOINTS = frozenset(
     ("policy", "base", "model", "models", "policies", "candidate", "incumbent", "teacher", "encoder", "path")
 )
 """Names of settings that contain checkpoints, in any section."""
-DATASETS = frozenset(("data", "dataset", "extra_datasets", "reference_dataset", "merge", "source", "experts"))
+DATASETS = frozenset(("data", "dataset", "extra_datasets", "reference_dataset", "merge", "source", "expert_datasets"))
 """Names of settings that contain datasets, in any section."""
 NAMES = ("check.target",)
 """Settings that are names as well as checkpoints: USER/NAME may be the task of a suite, so only hf:// is the hub."""
