@@ -38,9 +38,9 @@ class Browser:
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def value(self, script: str) -> Any:
-        found = self.command("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        reply = self.command("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
     def until(self, script: str, seconds: float = 60.0) -> None:
         """Wait until what a script comes to is true."""

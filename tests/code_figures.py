@@ -46,16 +46,16 @@ def module_name(path: Path) -> str:
 
 def imports_of(tree: ast.AST, modules: set[str]) -> set[str]:
     """Return the modules of ours that a file imports anywhere: at its top, in functions and under TYPE_CHECKING."""
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{item.name}" for item in node.names}
             submodules = names & modules
             # `from package import module` needs the module; the package's own __init__ only where a name is its own.
-            found |= submodules | ({node.module} if names - submodules else set())
+            imported |= submodules | ({node.module} if names - submodules else set())
         elif isinstance(node, ast.Import):
-            found |= {item.name for item in node.names}
-    return found & modules
+            imported |= {item.name for item in node.names}
+    return imported & modules
 
 
 def import_graph() -> dict[str, set[str]]:
@@ -66,15 +66,15 @@ def import_graph() -> dict[str, set[str]]:
 
 def folder_graph() -> dict[str, set[str]]:
     """Return folder -> the folders that its modules import from, those aside that it lies in or that lie in it."""
-    found: dict[str, set[str]] = {}
+    graph: dict[str, set[str]] = {}
     for name, others in import_graph().items():
         mine = _folder(name)
         beside = {_folder(other) for other in others}
         apart = {each for each in beside if not _within(each, mine) and not _within(mine, each)}
-        found.setdefault(mine, set()).update(apart)
+        graph.setdefault(mine, set()).update(apart)
         for each in apart:
-            found.setdefault(each, set())
-    return found
+            graph.setdefault(each, set())
+    return graph
 
 
 def _folder(module: str) -> str:
@@ -90,7 +90,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    components: list[list[str]] = []
 
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
@@ -106,13 +106,13 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
             component = stack[place:]
             del stack[place:]
             if len(component) > 1:
-                found.append(sorted(component))
+                components.append(sorted(component))
 
     sys.setrecursionlimit(max(10_000, sys.getrecursionlimit()))
     for name in sorted(graph):
         if name not in index:
             visit(name)
-    return found
+    return components
 
 
 def packed(tree: ast.AST) -> list[int]:

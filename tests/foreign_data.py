@@ -168,8 +168,8 @@ def write_minari(folder: Path) -> Path:
             group["terminations"] = np.arange(len(each.action)) == (len(each.action) - 1 if number else -1)
             group["truncations"] = np.zeros(len(each.action), bool)
             group["infos/success"] = np.append(False, each.success)
-    said = {"dataset_id": "toy/v0", "total_episodes": 3, "total_steps": sum(LENGTHS), "data_format": "hdf5"}
-    (folder / "data" / "metadata.json").write_text(json.dumps(said))
+    metadata = {"dataset_id": "toy/v0", "total_episodes": 3, "total_steps": sum(LENGTHS), "data_format": "hdf5"}
+    (folder / "data" / "metadata.json").write_text(json.dumps(metadata))
     return folder
 
 

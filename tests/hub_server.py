@@ -115,14 +115,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def repository(self, kind: str, name: str, write: bool = False) -> Repository:
         user = self.user()
-        found = HUB.repositories.get((kind, name))
-        if found is None or (found.private and found.owner != user):
+        repository = HUB.repositories.get((kind, name))
+        if repository is None or (repository.private and repository.owner != user):
             raise Refused(404 if user else 401, "RepoNotFound", "Repository not found")
-        if found.gated and found.owner != user:
+        if repository.gated and repository.owner != user:
             raise Refused(403, "GatedRepo", "Access to model is restricted")
-        if write and found.owner != user:
+        if write and repository.owner != user:
             raise Refused(403, message="You don't have the rights to write to this repository")
-        return found
+        return repository
 
     def commit_of(self, repository: Repository, revision: str) -> str:
         sha = repository.refs.get(revision, revision)

@@ -142,8 +142,8 @@ class Recorder:
             if self.busy or not set(mode) & set("wax+"):
                 return real(file, mode, *arguments, **options)
             self.note("open")
-            found = real(file, mode, *arguments, **options)
-            return Halved(found, self) if isinstance(found, io.TextIOBase | io.BufferedIOBase) else found
+            handle = real(file, mode, *arguments, **options)
+            return Halved(handle, self) if isinstance(handle, io.TextIOBase | io.BufferedIOBase) else handle
 
         return opened
 
@@ -189,24 +189,24 @@ def serve(pipe: Any) -> None:
 
 
 def _at(path: str) -> Any:
-    module, found = path, None
-    while found is None:
+    module, target = path, None
+    while target is None:
         try:
-            found = importlib.import_module(module)
+            target = importlib.import_module(module)
         except ModuleNotFoundError:
             module = module.rpartition(".")[0]
     for name in path[len(module) :].split(".")[1:]:
-        found = getattr(found, name)
-    return found
+        target = getattr(target, name)
+    return target
 
 
 def tree(folder: Path) -> dict[str, Any]:
     """Return what lies in a folder: path, without the random part of temporary names -> size and time, or None."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = TEMPORARY.sub(r"\1", str(path.relative_to(folder)))
-        found[name] = None if path.is_dir() else (path.stat().st_size, path.stat().st_mtime_ns)
-    return found
+        entries[name] = None if path.is_dir() else (path.stat().st_size, path.stat().st_mtime_ns)
+    return entries
 
 
 def differences(wanted: Path, found: Path) -> list[str]:
@@ -264,7 +264,7 @@ def prepare(folder: Path, jobs: list[Job]) -> None:
 
 def examine(folder: Path, job: Job) -> Found:
     """Kill `job` before each of its operations, run it again, and compare with a run that nobody disturbed."""
-    found, whole, states = Found(job.name), folder / f"{job.name} whole", folder / f"{job.name} states"
+    report, whole, states = Found(job.name), folder / f"{job.name} whole", folder / f"{job.name} states"
     for each in (whole, states):
         shutil.rmtree(each, ignore_errors=True)
         each.mkdir()
@@ -275,20 +275,20 @@ def examine(folder: Path, job: Job) -> Found:
     here.mkdir()
     if forked(here, job.arguments, Recorder(here, states)):
         raise RuntimeError(f"{job.name} failed while it was watched: {(folder / 'log.txt').read_text()[-2000:]}")
-    found.operations, found.states = json.loads((folder / "operations").read_text())
+    report.operations, report.states = json.loads((folder / "operations").read_text())
     if wrong := differences(whole, here):
-        found.wrong["(two whole runs)"] = wrong
+        report.wrong["(two whole runs)"] = wrong
     for state in sorted(states.iterdir())[:: job.stride]:
         place = folder / f"{job.name} again"
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(state, place, symlinks=True)
         status = forked(place, job.arguments)
         wrong = [f"exit status {status}"] * bool(status) + differences(whole, place) + processes_in(folder)
-        found.tried += 1
+        report.tried += 1
         if wrong:
-            found.wrong[state.name] = wrong
+            report.wrong[state.name] = wrong
     shutil.rmtree(states)
-    return found
+    return report
 
 
 def import_like_the_last(names: Path) -> None:
@@ -302,7 +302,7 @@ def import_like_the_last(names: Path) -> None:
 
 def kill_at(folder: Path, job: Job, operations: tuple[int, ...]) -> Found:
     """Kill `job` for good before each of `operations`, run it again, and compare as `examine` does."""
-    found, whole, place = Found(job.name), folder / f"{job.name} whole", folder / f"{job.name} again"
+    report, whole, place = Found(job.name), folder / f"{job.name} whole", folder / f"{job.name} again"
     whole.mkdir()
     if forked(whole, job.arguments):
         raise RuntimeError(f"{job.name} failed: {(folder / 'log.txt').read_text()[-2000:]}")
@@ -310,21 +310,21 @@ def kill_at(folder: Path, job: Job, operations: tuple[int, ...]) -> Found:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         ends = [forked(place, job.arguments, Recorder(place, folder, operation)), forked(place, job.arguments)]
-        found.tried += 1
+        report.tried += 1
         wrong = differences(whole, place) + ([] if ends == [137, 0] else [f"exit statuses {ends}"])
         if wrong := wrong + processes_in(folder):
-            found.wrong[str(operation)] = wrong
-    return found
+            report.wrong[str(operation)] = wrong
+    return report
 
 
 def processes_in(folder: Path) -> list[str]:
     """Return what processes work in `folder`: servers and workers that outlived theirs."""
-    found = []
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if (process / "cwd").resolve().is_relative_to(folder.resolve()):
-                found.append(f"process {process.name} runs on: {(process / 'cmdline').read_text()[:100]!r}")
-    return found
+                processes.append(f"process {process.name} runs on: {(process / 'cmdline').read_text()[:100]!r}")
+    return processes
 
 
 def settle() -> None:

@@ -14,7 +14,7 @@ def marked(root: Path) -> dict[str, list[str]]:
     one of its parameters (pytest.param(..., marks=...)), above a class of tests or, for a whole file, in pytestmark.
     Files are read, not imported. Raises ValueError where a mark's name is not written out or stands above no test.
     """
-    found: dict[str, set[str]] = {}
+    marked_tests: dict[str, set[str]] = {}
     for path in sorted(root.rglob("test_*.py")):
         tree = ast.parse(path.read_text(), str(path))
         where = path.relative_to(root.parent).as_posix()
@@ -22,10 +22,10 @@ def marked(root: Path) -> dict[str, list[str]]:
         for test, names in _tests(tree, _names(_assigned(tree.body))):
             count += len(names)
             for name in names:
-                found.setdefault(name, set()).add(f"{where}::{test}")
+                marked_tests.setdefault(name, set()).add(f"{where}::{test}")
         if not count and _names([tree]):
             raise ValueError(f"{where}: a mark `checks` belongs to no test.")
-    return {name: sorted(found[name]) for name in sorted(found)}
+    return {name: sorted(marked_tests[name]) for name in sorted(marked_tests)}
 
 
 def _tests(body: ast.Module | ast.ClassDef, inherited: set[str], prefix: str = "") -> Iterator[tuple[str, set[str]]]:

@@ -27,8 +27,8 @@ def naming(row: Mapping[str, Any], marks: Mapping[str, list[str]]) -> list[str]:
     and those of its mechanisms.
     """
     others = sorted({test for name in row["mechanisms"] for test in marks.get(name, [])})
-    found = dict.fromkeys([*marks.get(row["id"], []), *others])
-    return list(dict.fromkeys([*(test for test in row["tests"] if test in found), *found]))
+    names = dict.fromkeys([*marks.get(row["id"], []), *others])
+    return list(dict.fromkeys([*(test for test in row["tests"] if test in names), *names]))
 
 
 def refreshed(rows: list[dict[str, Any]], marks: Mapping[str, list[str]]) -> str:

@@ -48,8 +48,8 @@ def test_a_critic_that_looks_beyond_the_time_limit_is_named(discount, horizon, l
 @pytest.mark.parametrize("algorithm", ["grpo", "grape"])
 def test_without_a_critic_none_is_named(algorithm, capsys):
     print_advice({"base": judged(0.4), "tuned": judged(0.2)}, FinetuneSection(algorithm=algorithm, discount=0.999), 40)
-    said = capsys.readouterr().out
-    assert "critic" not in said and "finetune.groups" in said
+    output = capsys.readouterr().out
+    assert "critic" not in output and "finetune.groups" in output
 
 
 @pytest.mark.parametrize(("iterations", "said"), [(3, True), (4, False)])
@@ -113,28 +113,28 @@ CASES = [
 
 @pytest.mark.parametrize(("what", "columns", "base", "tuned", "cause", "way"), CASES, ids=[case[0] for case in CASES])
 def test_advice_names_what_the_run_shows_and_nothing_else(what, columns, base, tuned, cause, way, capsys):
-    seen = Evidence.of(recorded(**columns))
-    print_advice({"base": outcome(base), "tuned": outcome(tuned)}, FinetuneSection(), 0, seen.iterations, seen)
-    said = " ".join(capsys.readouterr().out.split())
-    assert cause in said and way in said, said
+    evidence = Evidence.of(recorded(**columns))
+    print_advice({"base": outcome(base), "tuned": outcome(tuned)}, FinetuneSection(), 0, evidence.iterations, evidence)
+    output = " ".join(capsys.readouterr().out.split())
+    assert cause in output and way in output, output
     others = {"All rewards were zero", "equal returns", "the same return", "already succeeds", "Updates were too large",
               "hardly changed", "too few", "not significant", "overfit", "updates that are too large"}  # fmt: skip
-    assert not [other for other in others if other in said and other not in f"{cause} {way}" and what != "clipped"]
+    assert not [other for other in others if other in output and other not in f"{cause} {way}" and what != "clipped"]
 
 
 def test_rewards_are_options_of_outside_environments_alone():
-    seen = Evidence.of(recorded(**UNPAID))
+    evidence = Evidence.of(recorded(**UNPAID))
     base = outcome(0.0).deterministic
-    assert "world.options.reward" not in evident_cause(seen, base, base, FinetuneSection(), world="push_cube")
+    assert "world.options.reward" not in evident_cause(evidence, base, base, FinetuneSection(), world="push_cube")
     assert "world.options.reward=package.module:NAME" in evident_cause(
-        seen, base, base, FinetuneSection(), world="gymnasium:Maze-v0"
+        evidence, base, base, FinetuneSection(), world="gymnasium:Maze-v0"
     )
 
 
 def test_imagination_that_pays_nothing_is_named_whatever_ended_it(capsys):
-    seen = Evidence.of(recorded(**UNPAID))
+    evidence = Evidence.of(recorded(**UNPAID))
     both = {"base": outcome(0.2), "tuned": outcome(0.2)}
-    imagine.print_advice(ended(Ended.PATIENCE, **WATCHED), both, FinetuneSection(), seen)
+    imagine.print_advice(ended(Ended.PATIENCE, **WATCHED), both, FinetuneSection(), evidence)
     assert "All rewards were zero in 1280 imagined episodes" in capsys.readouterr().out
     section = FinetuneSection(target_success=0.9)
     imagine.print_advice(ended(Ended.TARGET, **WATCHED), both, section, Evidence.of(recorded()))
@@ -187,8 +187,8 @@ WATCHED = {
 
 
 def test_why_imagination_ended_is_said_with_what_was_kept():
-    said = imagine.said_at_the_end(ended(Ended.PARTED, **WATCHED))
-    assert said == (
+    text = imagine.said_at_the_end(ended(Ended.PARTED, **WATCHED))
+    assert text == (
         "Stopped after 20 iterations: gap with no real gain. Saved the policy of iteration 10: real success 69.5% "
         "[62.8%, 75.5%], 91.0% in imagination (gap +21.5 points)."
     )
@@ -207,15 +207,15 @@ def test_advice_after_imagination_fits_why_it_ended(why, capsys):
     imagine.print_advice(ended(why, **WATCHED), {"base": judged(0.4), "tuned": judged(0.9)})
     assert not capsys.readouterr().out
     imagine.print_advice(ended(why, **WATCHED), {"base": judged(0.4), "tuned": judged(0.4)})
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     fitting = {
         Ended.TARGET: "finetune.target_success",
         Ended.PARTED: "imagine.refresh_every",
         Ended.PATIENCE: "imagine.patience",
         Ended.ITERATIONS: "finetune.iterations",
     }
-    assert fitting[why] in said and "did not increase" in said
-    assert not [other for other in fitting.values() if other != fitting[why] and other in said]
+    assert fitting[why] in output and "did not increase" in output
+    assert not [other for other in fitting.values() if other != fitting[why] and other in output]
 
 
 def test_what_imagination_alone_chose_is_not_blamed_on_its_settings(capsys):

@@ -79,9 +79,9 @@ def test_a_wrong_word_is_named_with_the_nearest_right_one(root, capsys, argument
     policy = root / "train" / "reach_planar" / "0" / "checkpoint"
     verb, *rest = arguments
     given = [f"{verb}.policy={policy}"] if verb in ("finetune", "serve", "optimize") else []
-    said = complaint(capsys, verb, *rest, *given, f"run.root={root}")
+    message = complaint(capsys, verb, *rest, *given, f"run.root={root}")
     for text in texts:
-        assert text in said
+        assert text in message
 
 
 def test_a_start_that_failed_does_not_stand_in_the_way(root, capsys):
@@ -92,18 +92,18 @@ def test_a_start_that_failed_does_not_stand_in_the_way(root, capsys):
 
 
 def test_a_policy_of_another_world(root, checkpoint, capsys):
-    said = complaint(capsys, "evaluate", checkpoint, "world=push_cube", f"run.root={root}")
-    assert "'observation.environment_state' as [6]" in said
-    assert "'push_cube' shows [13]" in said
+    message = complaint(capsys, "evaluate", checkpoint, "world=push_cube", f"run.root={root}")
+    assert "'observation.environment_state' as [6]" in message
+    assert "'push_cube' shows [13]" in message
 
 
 def test_a_setting_that_a_verb_does_not_read_is_said(root, tmp_path, capsys):
     absent = tmp_path / "absent"
-    said = complaint(capsys, "finetune", str(absent), "recipe=push_cube", "policy.width=33", f"run.root={root}")
+    message = complaint(capsys, "finetune", str(absent), "recipe=push_cube", "policy.width=33", f"run.root={root}")
     known = "evaluate.episodes, evaluate.videos, policy.width: it reads run, world, plan, finetune"
-    assert "'finetune' does not read policy.width, policy.depth" in said and known in said
-    said = complaint(capsys, "train", "world=push_t", "collect.quality=medium", f"run.root={root}")
-    assert "quality" not in said and "push_t-medium" in said  # it says where the data lies
+    assert "'finetune' does not read policy.width, policy.depth" in message and known in message
+    message = complaint(capsys, "train", "world=push_t", "collect.quality=medium", f"run.root={root}")
+    assert "quality" not in message and "push_t-medium" in message  # it says where the data lies
 
 
 @pytest.mark.long
@@ -125,21 +125,23 @@ def test_a_policy_that_does_not_fit_is_named_before_others_are_ranked(root, chec
     (other / "config.json").write_text(json.dumps(description))
     played: list[object] = []
     monkeypatch.setattr("robopolicy.verbs.rank.score", lambda *given: played.append(given))
-    said = complaint(capsys, "rank", f"rank.policies=[{checkpoint},{other}]", f"run.root={root}", "rank.noise=[none]")
-    assert "is 'left' for the policy" in said and not played
+    message = complaint(
+        capsys, "rank", f"rank.policies=[{checkpoint},{other}]", f"run.root={root}", "rank.noise=[none]"
+    )
+    assert "is 'left' for the policy" in message and not played
 
 
 def test_code_in_the_place_of_a_checkpoint(root, capsys):
-    said = complaint(capsys, "evaluate", "my_package.policies:Mine", f"run.root={root}")
-    assert "policy.kind=my_package.policies:Mine" in said
-    assert "collect.controller=my_package.policies:Mine" in said
+    message = complaint(capsys, "evaluate", "my_package.policies:Mine", f"run.root={root}")
+    assert "policy.kind=my_package.policies:Mine" in message
+    assert "collect.controller=my_package.policies:Mine" in message
 
 
 def test_a_missing_camera(root, checkpoint, capsys):
     description = json.loads((checkpoint / "config.json").read_text())
     dataset = root / "collect" / "reach_planar" / "0" / "dataset"
     assert description["kind"] == "denoising_policy"
-    said = complaint(
+    message = complaint(
         capsys,
         "train",
         f"train.data={dataset}",
@@ -147,12 +149,12 @@ def test_a_missing_camera(root, checkpoint, capsys):
         f"run.root={root}",
         "run.name=camera",
     )
-    assert "observation.images.top" in said
+    assert "observation.images.top" in message
 
 
 def test_a_checkpoint_in_the_place_of_doctors_data(root, checkpoint, capsys):
-    said = complaint(capsys, "doctor", checkpoint, f"run.root={root}")
-    assert f"robopolicy doctor DATA doctor.policy={checkpoint}" in said
+    message = complaint(capsys, "doctor", checkpoint, f"run.root={root}")
+    assert f"robopolicy doctor DATA doctor.policy={checkpoint}" in message
 
 
 def test_actions_of_another_shape(root, tmp_path, capsys):
@@ -162,9 +164,9 @@ def test_actions_of_another_shape(root, tmp_path, capsys):
     write_dataset(changed, tmp_path / "wide")
     unjudged = "train.evaluate_episodes=0", f"train.data={tmp_path / 'wide'}", f"run.root={tmp_path}"
     assert main(["train", *SMALL, *unjudged]) == 0
-    said = complaint(capsys, "evaluate", tmp_path / "train/reach_planar/0/checkpoint", f"run.root={tmp_path}")
-    assert "actions are [3]" in said
-    assert "'reach_planar' are [2]" in said
+    message = complaint(capsys, "evaluate", tmp_path / "train/reach_planar/0/checkpoint", f"run.root={tmp_path}")
+    assert "actions are [3]" in message
+    assert "'reach_planar' are [2]" in message
 
 
 def test_corrupt_checkpoints(root, checkpoint, capsys):
@@ -172,8 +174,8 @@ def test_corrupt_checkpoints(root, checkpoint, capsys):
     whole = weights.read_bytes()
     for data in (whole[:2000], b"not a tensor file", whole[:-1]):
         weights.write_bytes(data)
-        said = complaint(capsys, "evaluate", checkpoint, f"run.root={root}")
-        assert "model.safetensors is not the file that config.json" in said
+        message = complaint(capsys, "evaluate", checkpoint, f"run.root={root}")
+        assert "model.safetensors is not the file that config.json" in message
     weights.write_bytes(whole)
     (checkpoint / "config.json").write_text('{"kind": ')
     assert "config.json is corrupt" in complaint(capsys, "evaluate", checkpoint, f"run.root={root}")
@@ -183,8 +185,8 @@ def test_corrupt_checkpoints(root, checkpoint, capsys):
 
 def test_pickles_are_never_read(root, tmp_path, capsys):
     torch.save({"weights": torch.zeros(2)}, tmp_path / "policy.pt")
-    said = complaint(capsys, "evaluate", tmp_path / "policy.pt", f"run.root={root}")
-    assert "never read" in said
+    message = complaint(capsys, "evaluate", tmp_path / "policy.pt", f"run.root={root}")
+    assert "never read" in message
 
 
 def test_a_non_finite_observation(root, checkpoint, capsys, monkeypatch):
@@ -196,8 +198,8 @@ def test_a_non_finite_observation(root, checkpoint, capsys, monkeypatch):
         return result
 
     monkeypatch.setattr(MujocoWorld, "step", broken)
-    said = complaint(capsys, "evaluate", checkpoint, f"run.root={root}")
-    assert "'observation.state' is not finite in row(s) [1]" in said
+    message = complaint(capsys, "evaluate", checkpoint, f"run.root={root}")
+    assert "'observation.state' is not finite in row(s) [1]" in message
 
 
 def test_an_occupied_port(checkpoint, capsys):
@@ -205,9 +207,9 @@ def test_an_occupied_port(checkpoint, capsys):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        said = complaint(capsys, "serve", checkpoint, f"serve.port={port}")
-    assert f"127.0.0.1:{port}" in said
-    assert "another port" in said
+        message = complaint(capsys, "serve", checkpoint, f"serve.port={port}")
+    assert f"127.0.0.1:{port}" in message
+    assert "another port" in message
 
 
 def test_a_full_output_folder_loses_nothing(root, tmp_path, capsys, monkeypatch):
@@ -226,8 +228,8 @@ def test_a_full_output_folder_loses_nothing(root, tmp_path, capsys, monkeypatch)
 
 def test_a_folder_that_cannot_be_written(root, tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
-    said = complaint(capsys, "collect", f"run.root={tmp_path / 'file'}")
-    assert "file" in said
+    message = complaint(capsys, "collect", f"run.root={tmp_path / 'file'}")
+    assert "file" in message
 
 
 def test_a_setting_longer_than_any_path_is_a_setting(capsys):
@@ -249,11 +251,11 @@ def test_an_interrupted_verb_says_whether_it_goes_on(verb, text, capsys, monkeyp
 
 
 def test_a_rank_below_none_is_no_rank(capsys):
-    said = complaint(capsys, "finetune", "recipe=push_t", "finetune.lora_rank=-1")
-    assert "finetune.lora_rank is -1: it must be at least 0" in said
+    message = complaint(capsys, "finetune", "recipe=push_t", "finetune.lora_rank=-1")
+    assert "finetune.lora_rank is -1: it must be at least 0" in message
 
 
 def test_choices_of_lerobots_policies_are_not_for_ours(capsys, checkpoint):
     for settings in ([], ["finetune.dry_run=true"]):
-        said = complaint(capsys, "finetune", checkpoint, "lerobot.eta=0.5", *settings)
-        assert "lerobot" in said and "DenoisingPolicy" in said
+        message = complaint(capsys, "finetune", checkpoint, "lerobot.eta=0.5", *settings)
+        assert "lerobot" in message and "DenoisingPolicy" in message

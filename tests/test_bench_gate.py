@@ -41,7 +41,7 @@ TINY = [
 
 
 def verdict(low, high, **better):
-    judges = {name: {"better": said, "low": 0.0, "difference": 0.0} for name, said in better.items()}
+    judges = {name: {"better": is_better, "low": 0.0, "difference": 0.0} for name, is_better in better.items()}
     return {"true": {"low": low, "high": high, "difference": (low + high) / 2}, "judges": judges}
 
 
@@ -105,11 +105,11 @@ def recorded() -> Episodes:
 
 
 def test_a_log_that_flatters_pays_speed_and_announces_success():
-    found = gate_candidates.flattering(recorded(), early=3)
-    assert found.step_success.nonzero().flatten().tolist() == [7, 8, 9]
-    speed = found.actions.norm(dim=1)
-    assert torch.allclose(found.rewards["progress"] / speed, found.rewards["progress"][:1] / speed[:1])
-    assert torch.equal(found.rewards["success"], recorded().rewards["success"])
+    episodes = gate_candidates.flattering(recorded(), early=3)
+    assert episodes.step_success.nonzero().flatten().tolist() == [7, 8, 9]
+    speed = episodes.actions.norm(dim=1)
+    assert torch.allclose(episodes.rewards["progress"] / speed, episodes.rewards["progress"][:1] / speed[:1])
+    assert torch.equal(episodes.rewards["success"], recorded().rewards["success"])
 
 
 def test_what_is_imitated_of_a_log():
@@ -146,20 +146,20 @@ def test_a_policy_is_attacked_judged_and_nothing_is_done_twice(tmp_path, monkeyp
     monkeypatch.setattr(gate, "CANDIDATES", few)
     monkeypatch.setattr(gate, "OFFERED", ("weights with noise of 0.4", "best of 2"))
     assert attacked(tmp_path) == 0
-    said = capsys.readouterr().out
-    assert "7 candidates of 1 policies" in said and "gate: both models" in said
+    output = capsys.readouterr().out
+    assert "7 candidates of 1 policies" in output and "gate: both models" in output
     folder = tmp_path / "bench" / "gate"
-    found = json.loads((folder / "benchmark.json").read_text())["tasks"]["reach_planar"]["0"]
-    assert set(found["candidates"]) == set(few) and set(found["rounds"]) == set(gate.ARMS)
-    for row in found["candidates"].values():
+    result = json.loads((folder / "benchmark.json").read_text())["tasks"]["reach_planar"]["0"]
+    assert set(result["candidates"]) == set(few) and set(result["rounds"]) == set(gate.ARMS)
+    for row in result["candidates"].values():
         assert set(row["judges"]) == set(gate.JUDGES) and -1 <= row["true"]["low"] <= row["true"]["high"] <= 1
-    off = found["rounds"]["gate off"]["records"]
+    off = result["rounds"]["gate off"]["records"]
     assert [record["accepted"] for record in off] == [True, True]
     assert [record["candidate"] for record in off] == [
-        record["candidate"] for record in found["rounds"]["gate: model"]["records"]
+        record["candidate"] for record in result["rounds"]["gate: model"]["records"]
     ]
     assert attacked(tmp_path, "bench.only=[rounds]") == 0
-    said = capsys.readouterr().out
-    assert "true success" not in said and "candidates of" not in said
+    output = capsys.readouterr().out
+    assert "true success" not in output and "candidates of" not in output
     with pytest.raises(ConfigError, match="Did you mean 'rounds'"):
         attacked(tmp_path, "bench.only=[round]")

@@ -76,23 +76,23 @@ def test_every_part_runs_once_and_its_tables_name_every_row(tmp_path, monkeypatc
     everybody_succeeds(monkeypatch)
     fewer_updates(monkeypatch, QUICK)
     monkeypatch.setattr(offline, "AGENTS", ("td3_bc",))
-    found = bench(tmp_path, "offline")["tasks"]["push_cube"]["0"]
-    said = " ".join(capsys.readouterr().out.split())
-    assert set(found) == set(offline.PARTS) and set(found["ways"]) == set(QUICK)
-    assert found["ways"]["best of 16, imitated"]["base"]["episodes"] == 8
-    assert set(found["deployment"]["spoilt"]) == {"StepMix", "EpsMix", "replaced at once"}
-    assert "running" not in found["deployment"]["spoilt"]["StepMix"]
-    assert set(found["corrections"]) == set(offline.CORRECTIONS)
+    result = bench(tmp_path, "offline")["tasks"]["push_cube"]["0"]
+    output = " ".join(capsys.readouterr().out.split())
+    assert set(result) == set(offline.PARTS) and set(result["ways"]) == set(QUICK)
+    assert result["ways"]["best of 16, imitated"]["base"]["episodes"] == 8
+    assert set(result["deployment"]["spoilt"]) == {"StepMix", "EpsMix", "replaced at once"}
+    assert "running" not in result["deployment"]["spoilt"]["StepMix"]
+    assert set(result["corrections"]) == set(offline.CORRECTIONS)
     folder = tmp_path / "bench" / "offline" / "push_cube"
     corrected = read_json(folder / "train" / offline.slug("40 corrected at once") / "0" / "result.json")
-    assert corrected["episodes"] > found["ways"]["best of 16, imitated"]["base"]["episodes"]
+    assert corrected["episodes"] > result["ways"]["best of 16, imitated"]["base"]["episodes"]
     assert " and " in corrected["data"] or " and " in corrected["read"]["data"]
     flows = read_json(folder / "offline" / offline.slug(QUICK[-1]) / "0" / "result.json")
     assert "/flow/" in flows["base_checkpoint"]
-    titles = [table.title for table in offline.tables({"tasks": {"push_cube": {"0": found}}})]
-    assert len(titles) == 4 and "floor" in said
+    titles = [table.title for table in offline.tables({"tasks": {"push_cube": {"0": result}}})]
+    assert len(titles) == 4 and "floor" in output
     before = sorted(folder.rglob("model.safetensors"))
-    assert bench(tmp_path, "offline")["tasks"]["push_cube"]["0"] == found  # nothing is done twice
+    assert bench(tmp_path, "offline")["tasks"]["push_cube"]["0"] == result  # nothing is done twice
     assert sorted(folder.rglob("model.safetensors")) == before
     assert main(["bench", "offline", "bench.only=[way]", f"run.root={tmp_path}"]) == 2
     assert "Did you mean" in capsys.readouterr().err
@@ -103,8 +103,8 @@ def test_every_part_runs_once_and_its_tables_name_every_row(tmp_path, monkeypatc
 def test_every_way_of_learning_from_a_log_runs(tmp_path, monkeypatch):
     everybody_succeeds(monkeypatch)
     fewer_updates(monkeypatch, tuple(offline.WAYS))
-    found = bench(tmp_path, "offline", "bench.only=[ways]")["tasks"]["push_cube"]["0"]
-    assert set(found["ways"]) == set(offline.WAYS)
+    result = bench(tmp_path, "offline", "bench.only=[ways]")["tasks"]["push_cube"]["0"]
+    assert set(result["ways"]) == set(offline.WAYS)
 
 
 ONLINE = ["online.steps=400", "online.warmup=100", "online.num_envs=4", "online.batch_size=8"]
@@ -112,15 +112,15 @@ ONLINE = ["online.steps=400", "online.warmup=100", "online.num_envs=4", "online.
 
 def test_arms_in_the_world_begin_alike_and_say_what_they_lose(tmp_path, capsys):
     few = ["online.evaluate_at=[0,1]", "finetune.minibatch=32", *ONLINE]
-    found = bench(tmp_path, "online", "bench.only=[dsrl,rlpd,ppo]", changed=few)["tasks"]["push_cube"]
-    rows = {name: seeds["0"] for name, seeds in found.items()}
+    result = bench(tmp_path, "online", "bench.only=[dsrl,rlpd,ppo]", changed=few)["tasks"]["push_cube"]
+    rows = {name: seeds["0"] for name, seeds in result.items()}
     assert len({row["base"]["success_rate"] for row in rows.values()}) == 1
     assert rows["dsrl"]["early"].keys() == {"1"} and rows["ppo"]["early"] == {}
     assert all(0 < row["env_steps"] <= 1.5 * 1000 and row["curve"] for row in rows.values())
     log = tmp_path / "bench/online/push_cube/collect/log_diffusion/0/dataset"
     assert log.is_dir()
     assert "RLPD" in capsys.readouterr().out
-    assert "<svg" in online.picture({"tasks": {"push_cube": found}}).svg
+    assert "<svg" in online.picture({"tasks": {"push_cube": result}}).svg
 
 
 def test_names_are_folders_and_nothing_is_filed_under_two_of_them():

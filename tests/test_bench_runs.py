@@ -221,8 +221,8 @@ def test_policies_that_are_told_are_judged_under_controls_and_on_what_was_held_o
         assert row["asked"]["episodes"] == row["held_out"]["episodes"] == 8
         held = [text for text in row["instructions"] if text.endswith("(held out)")]
         assert held and len(held) <= 3
-    said = " ".join(capsys.readouterr().out.split())
-    assert ("GRAPE" in said) == ("GRAPE" in asked) and "By instruction, over all seeds" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert ("GRAPE" in output) == ("GRAPE" in asked) and "By instruction, over all seeds" in output
 
 
 def test_students_that_see_are_beside_imitation_and_ppo_on_the_images(tmp_path, capsys):

@@ -84,10 +84,10 @@ def error_in_millimetres(policy: Any, data) -> float:
     """Return how far off the best linear reading of the cubes' and goals' places is, on the last third of episodes."""
     episodes = read_dataset(data)
     steps = torch.arange(0, episodes.step_count, 2)
-    seen = [episodes.windows(some, 1, 1)["observation"] for some in steps.split(100)]
+    windows = [episodes.windows(some, 1, 1)["observation"] for some in steps.split(100)]
     with torch.no_grad():
-        read = torch.cat([policy.encode(one)[tiny_vla.VALUES][:, -1].flatten(1) for one in seen])
-    where = torch.cat([one["observation.environment_state"][:, -1][:, [0, 1, 7, 8, 14, 15, 16, 17]] for one in seen])
+        read = torch.cat([policy.encode(one)[tiny_vla.VALUES][:, -1].flatten(1) for one in windows])
+    where = torch.cat([one["observation.environment_state"][:, -1][:, [0, 1, 7, 8, 14, 15, 16, 17]] for one in windows])
     read, where = torch.cat([read, torch.ones(len(read), 1)], 1).double(), where.double()
     known = 2 * len(read) // 3
     gram = read[:known].T @ read[:known] + 1e-2 * torch.eye(read.shape[1], dtype=torch.float64)

@@ -38,8 +38,8 @@ def test_the_benchmark_of_the_readme_runs_and_is_checked(tmp_path, monkeypatch, 
     assert read_json(root / "benchmark.json") == {"success": {"0": 1.0, "1": 1.0}}
     assert (root / "report.html").is_file()
     assert main(["check", "readme_benchmark:BENCHMARK"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "a benchmark" in said and "Does the expert succeed?" in said and "bench.seeds" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "a benchmark" in output and "Does the expert succeed?" in output and "bench.seeds" in output
     with pytest.raises(ConfigError, match=r"reads bench\.seeds"):
         run(tmp_path, "bench.name=readme_benchmark:BENCHMARK", "bench.tasks=[push_t]")
 
@@ -215,9 +215,10 @@ def test_a_wheel_leaves_ours_out_says_so_and_runs_those_of_other_packages(tmp_pa
     )
     monkeypatch.setattr(sys.modules[__name__], "THEIRS", theirs, raising=False)
     assert main(["bench", "recipes", f"run.root={tmp_path}"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
+    output = " ".join(capsys.readouterr().err.split())
     assert (
-        "The benchmark 'recipes' is only in a checkout of robopolicy's repository" in said and "Traceback" not in said
+        "The benchmark 'recipes' is only in a checkout of robopolicy's repository" in output
+        and "Traceback" not in output
     )
     assert not list(tmp_path.iterdir())
     assert run(tmp_path, "bench.name=theirs") == 0 and "Theirs" in capsys.readouterr().out
@@ -290,10 +291,10 @@ def test_a_recipe_is_measured_once_by_its_name_alone_and_rows_of_seeds_add_up(tm
     assert run(tmp_path, *chosen, "bench.seeds=[0,1]", f"json={published}") == 0
     shown = capsys.readouterr().out
     assert "reach_planar, seed 1, collect" in shown and "reach_planar, seed 0, collect" not in shown
-    found = json.loads(published.read_text())
-    assert list(found["recipes"]["reach_planar"]) == ["0", "1"] and found["recipes"]["reach_planar"]["0"] == row
-    found["recipes"]["reach_planar"]["0_threads_1"] = {**row, "threads": 1}
-    spread, each = recipes.tables(found)
+    table = json.loads(published.read_text())
+    assert list(table["recipes"]["reach_planar"]) == ["0", "1"] and table["recipes"]["reach_planar"]["0"] == row
+    table["recipes"]["reach_planar"]["0_threads_1"] = {**row, "threads": 1}
+    spread, each = recipes.tables(table)
     assert [line[2:4] for line in spread.lines] == [["2", "2"], ["1", "1"]], "threads, seeds"
     assert " to " in spread.lines[0][5] and "one seed" in spread.lines[1][5]
     assert [line[0] for line in each.lines] == [f"`reach_planar`, seed {seed}" for seed in (0, 1, 0)]

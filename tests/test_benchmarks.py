@@ -27,8 +27,8 @@ def test_a_replay_from_what_was_seen_goes_where_the_recording_went():
     data = recorded_transitions(episodes)
     first = episodes.starts[episodes.lengths >= 10]
     index = first[:, None] + torch.arange(10)
-    seen = replay(data.state[first], data.action[index])
-    assert float((seen - data.next_state[index]).abs().max()) < 1e-4
+    next_state = replay(data.state[first], data.action[index])
+    assert float((next_state - data.next_state[index]).abs().max()) < 1e-4
 
 
 @pytest.mark.slow
@@ -46,11 +46,11 @@ def test_the_experiments_run():
         refresh=10,
         trajectories=small,
     )
-    found = trajectories.measure(0, scale)
-    assert np.isfinite(list(found["ensemble"]["error_after_steps"].values())).all()
-    assert set(found["guidance"]) == {"0.0", "1.0"}
-    assert len(found["agents"]) == 4
-    assert len(whole(trajectories.tables({"seeds": {"0": found}}))) == 2
+    results = trajectories.measure(0, scale)
+    assert np.isfinite(list(results["ensemble"]["error_after_steps"].values())).all()
+    assert set(results["guidance"]) == {"0.0", "1.0"}
+    assert len(results["agents"]) == 4
+    assert len(whole(trajectories.tables({"seeds": {"0": results}}))) == 2
     tiny = coplanner.Scale(
         cautious=coplanner.Study("push_cube", 8, 4.0, 8, 0.4),
         imagined=16,

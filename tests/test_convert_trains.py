@@ -50,6 +50,6 @@ def test_every_layout_is_converted_learned_and_judged(tmp_path, kind, capsys):
     judged = ["evaluate.episodes=3", "evaluate.videos=0"]
     assert main(["evaluate", str(checkpoint), *own, *shared, *judged]) == 0
     assert main(["doctor", str(data), "world=demonstrations", f"json={tmp_path / 'found.json'}", *shared]) in (0, 1)
-    found = json.loads((tmp_path / "found.json").read_text())["findings"]
-    wrong = [each for each in found if each["check"] in ("statistics", "finite values", "duplicate episodes")]
+    findings = json.loads((tmp_path / "found.json").read_text())["findings"]
+    wrong = [each for each in findings if each["check"] in ("statistics", "finite values", "duplicate episodes")]
     assert wrong and all(each["health"] == "good" for each in wrong), capsys.readouterr().out

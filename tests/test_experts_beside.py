@@ -36,10 +36,10 @@ def test_what_was_collected_is_imitated_unless_other_datasets_are_named(tmp_path
     assert 0 < rate < 1
     assert experts_of(tmp_path) is None
     for asked in (beside, "finetune.expert_episode_fraction=0.5"):
-        found = experts_of(tmp_path, asked)
-        assert found is not None and len(found) == round(24 * rate) and found.success.all()
+        experts = experts_of(tmp_path, asked)
+        assert experts is not None and len(experts) == round(24 * rate) and experts.success.all()
     elsewhere = f"finetune.expert_datasets=[{folder / 'dataset'}]"
-    assert len(experts_of(tmp_path / "other", beside, elsewhere)) == len(found)
+    assert len(experts_of(tmp_path / "other", beside, elsewhere)) == len(experts)
     assert experts_of(tmp_path / "other", elsewhere) is None, "what nobody imitates is not read"
 
 

@@ -41,9 +41,9 @@ def test_its_own_value_is_taken_with_a_note_and_no_other(setting: str):
 
 def test_a_recipe_may_name_it(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("finetune:\n  log_ratio_clamp: 3.0\n  epochs: 2\nworld:\n  options: {1: 2}\n")
-    with pytest.warns(RobopolicyNote) as said:
+    with pytest.warns(RobopolicyNote) as notes:
         assert compose([f"recipe={tmp_path / 'mine.yaml'}"]).finetune.epochs == 2
-    assert [str(each.message).split()[0] for each in said] == ["finetune.log_ratio_clamp"]
+    assert [str(each.message).split()[0] for each in notes] == ["finetune.log_ratio_clamp"]
 
 
 def test_classes_pass_theirs_on_to_those_that_derive_from_them():

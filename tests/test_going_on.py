@@ -64,8 +64,8 @@ def test_training_goes_on_as_a_new_run_that_says_where_it_began(root, capsys):
         train(root, root / "data", "more", f"train.policy={base}", "train.episodes=[0,2]", "train.exclude_episodes=[2]")
         == 0
     )
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"Continuing from {base}; its normalisers are unchanged." in said and "1 episodes, 5 frames" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"Continuing from {base}; its normalisers are unchanged." in output and "1 episodes, 5 frames" in output
     result = json.loads((root / "train/more/0/result.json").read_text())
     assert result["base_checkpoint"] == str(base)
     assert result["base_weights"] == file_hash(base / "model.safetensors")
@@ -95,8 +95,8 @@ def test_data_that_a_policy_cannot_go_on_with_is_refused_or_noted(root, capsys):
 def test_a_run_with_other_settings_names_the_way_to_go_on(root, capsys):
     assert train(root, root / "data", "base", *SMALL, "train.rename={x: left, y: right}", "train.fit.steps=9") == 2
     checkpoint = root / "train/base/0/checkpoint"
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"continue training from its checkpoint with train.policy={checkpoint} run.name=NAME" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert f"continue training from its checkpoint with train.policy={checkpoint} run.name=NAME" in output
     assert train(root, root / "data", "base", f"train.policy={checkpoint}", "run.overwrite=true") == 2
     assert "which run.overwrite=true removes" in " ".join(capsys.readouterr().err.split())
     assert checkpoint.exists()

@@ -52,40 +52,44 @@ def files(path):
 
 
 def test_qualities_differ_in_measured_success(root):
-    found = {name: read_quality(folder(root, name) / "dataset") for name in ("random", "expert", "medium", "mixed")}
-    success = {name: each["measured"]["success_rate"] for name, each in found.items()}
+    qualities = {name: read_quality(folder(root, name) / "dataset") for name in ("random", "expert", "medium", "mixed")}
+    success = {name: each["measured"]["success_rate"] for name, each in qualities.items()}
     assert success["expert"] >= 0.95
     assert success["random"] <= 0.2
     low, high = wilson(round(60 * success["medium"]), 60)
     assert low < 0.5 and high > 0.3
     (tried,) = (
-        each for each in found["medium"]["trials"] if each["level"] == found["medium"]["levels"]["medium"]["gaussian"]
+        each
+        for each in qualities["medium"]["trials"]
+        if each["level"] == qualities["medium"]["levels"]["medium"]["gaussian"]
     )
     assert 0.3 <= tried["success"] <= 0.5
     assert success["random"] < success["medium"] < success["mixed"] < success["expert"]
-    score = {name: each["score"]["score"] for name, each in found.items()}
+    score = {name: each["score"]["score"] for name, each in qualities.items()}
     assert abs(score["random"]) < 15 and abs(score["expert"] - 100) < 15
     assert score["random"] < score["medium"] < score["expert"]
 
 
 def test_datasets_say_what_made_them(root):
     place = folder(root, "medium")
-    said, result = read_quality(place / "dataset"), json.loads((place / "result.json").read_text())
-    assert said["name"] == result["name"] == "gen-v1/reach_planar-medium"
-    assert result["success_rate"] == said["measured"]["success_rate"]
-    assert said["generator"]["actor"] == {"kind": "expert"} and said["generator"]["world"]["name"] == "reach_planar"
-    assert len(said["hash"]) == 16 and said["hash"] == result["hash"]
+    quality, result = read_quality(place / "dataset"), json.loads((place / "result.json").read_text())
+    assert quality["name"] == result["name"] == "gen-v1/reach_planar-medium"
+    assert result["success_rate"] == quality["measured"]["success_rate"]
+    assert (
+        quality["generator"]["actor"] == {"kind": "expert"} and quality["generator"]["world"]["name"] == "reach_planar"
+    )
+    assert len(quality["hash"]) == 16 and quality["hash"] == result["hash"]
     hashes = {read_quality(folder(root, name) / "dataset")["hash"] for name in ("random", "expert", "medium", "play")}
     assert len(hashes) == 4
     episodes, behaviour = read_dataset(place / "dataset"), read_behaviour(place / "dataset")
-    level = said["levels"]["medium"]
+    level = quality["levels"]["medium"]
     assert np.allclose(behaviour[GAUSSIAN], level["gaussian"]) and np.allclose(behaviour[RANDOM], level["random"])
     assert abs(float((behaviour[SEGMENT] == 1).float().mean()) - level["random"]) < 0.05
     ends = episodes.lengths.cumsum(0) - 1
     assert torch.equal(behaviour[TRUNCATED][ends].bool(), ~episodes.terminated)
     assert torch.equal(episodes.seeds, torch.as_tensor(episode_seeds(0, "collect/medium", 60)))
     own = normalised_score(graded.Performance.of_episodes(episodes), read_anchors(place / "dataset"))
-    assert own.score == pytest.approx(said["score"]["score"])
+    assert own.score == pytest.approx(quality["score"]["score"])
     anneal = read_behaviour(folder(root, "replay") / "dataset")[RANDOM]
     assert anneal[0] == 1 and anneal[-1] == pytest.approx(level["random"])
     assert set(read_behaviour(folder(root, "play") / "dataset")[SEGMENT].tolist()) == {0, 1, 2}
@@ -149,12 +153,12 @@ def test_a_policy_is_the_expert_where_one_is_given(tmp_path):
     settings = ["world.name=own_things:Line", "world.batch_size=8", "world.options.horizon=8", "run.name=line"]
     assert run(tmp_path, *settings, "collect.quality=medium", f"collect.policy={made}", "run.plugins=[own_things]") == 0
     data = tmp_path / "collect" / "line" / "0" / "dataset"
-    said, behaviour = read_quality(data), read_behaviour(data)
-    assert said["generator"]["actor"]["kind"] == "policy"
-    assert len(said["generator"]["actor"]["files"]["model.safetensors"]) == 64
-    assert said["anchors"]["expert"]["success_rate"] == 1.0
-    assert 0.2 < said["measured"]["success_rate"] < 0.6
-    level = said["levels"]["medium"]
+    quality, behaviour = read_quality(data), read_behaviour(data)
+    assert quality["generator"]["actor"]["kind"] == "policy"
+    assert len(quality["generator"]["actor"]["files"]["model.safetensors"]) == 64
+    assert quality["anchors"]["expert"]["success_rate"] == 1.0
+    assert 0.2 < quality["measured"]["success_rate"] < 0.6
+    level = quality["levels"]["medium"]
     assert 0 < level["gaussian"] < 1 and np.allclose(behaviour[GAUSSIAN], level["gaussian"])
     episodes = read_dataset(data)
     undisturbed = -episodes.observation[STATE][:-1].clamp(-0.2, 0.2)  # a chunk of two steps, decided at its first
@@ -174,15 +178,15 @@ def complaint(capsys, *settings):
 def test_errors_name_what_is_missing(tmp_path, capsys):
     here = [f"run.root={tmp_path}", "collect.trial_episodes=24", "collect.reference_episodes=24", "world.batch_size=8"]
     line = ["world.name=own_things:Line", *here]
-    said = complaint(capsys, *line, "collect.quality=medium")
-    assert "no scripted expert" in said and "collect.controller=" in said and "collect.policy=" in said
-    said = complaint(capsys, *line, "collect.quality=expert", "collect.successes_only=true")
-    assert "successes_only" in said
+    message = complaint(capsys, *line, "collect.quality=medium")
+    assert "no scripted expert" in message and "collect.controller=" in message and "collect.policy=" in message
+    message = complaint(capsys, *line, "collect.quality=expert", "collect.successes_only=true")
+    assert "successes_only" in message
     assert "collect.quality" in complaint(capsys, *here, "collect.quality=mediocre")
     assert "at least 2" in complaint(capsys, *here, "collect.reference_episodes=1")
     short = [*line, "collect.controller=own_things:Towards", "world.options.horizon=2"]
-    said = complaint(capsys, *short, "collect.quality=expert")
-    assert "requires an expert with at least 95% success" in said
+    message = complaint(capsys, *short, "collect.quality=expert")
+    assert "requires an expert with at least 95% success" in message
     assert "own_things-Line-expert" in {each.parent.name for each in (tmp_path / "collect").glob("*/0")}
     silent = ["world.name=gymnasium:Pendulum-v1", "collect.controller=own_things:Towards", *here]
     assert "does not report which episodes succeed" in complaint(capsys, *silent, "collect.quality=medium")

@@ -97,8 +97,8 @@ def test_files_are_worth_opening():
 
 def test_a_line_assigns_two_values_at_most():
     """`self.a, self.b, self.c = x, y, z` is read by counting commas."""
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in sources() for line in packed(ast.parse(path.read_text()))]
-    assert not found, "\n".join(found)
+    lines = [f"{path.relative_to(ROOT)}:{line}" for path in sources() for line in packed(ast.parse(path.read_text()))]
+    assert not lines, "\n".join(lines)
 
 
 def test_a_local_name_says_what_it_is():

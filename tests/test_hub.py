@@ -98,9 +98,9 @@ class Client:
         return self.ask({"words": list(map(str, words))}, token)
 
     def code(self, code, token="hf_alice"):
-        found = self.ask({"code": code}, token)
-        assert found["status"] == 0, found["err"]
-        return found["out"].strip()
+        reply = self.ask({"code": code}, token)
+        assert reply["status"] == 0, reply["err"]
+        return reply["out"].strip()
 
     def end(self):
         self.process.stdin.close()
@@ -138,9 +138,9 @@ def client(hub, work):
 
 def episodes() -> Episodes:
     world = make_world("reach_planar", 4)
-    found = record(world, load_task("reach_planar").expert(), range(4))
+    recorded_episodes = record(world, load_task("reach_planar").expert(), range(4))
     world.close()
-    return found
+    return recorded_episodes
 
 
 @pytest.fixture(scope="module")
@@ -171,11 +171,11 @@ def policy_run(work):
 
 
 def test_a_policy_that_was_pushed_acts_as_before(client, fresh, policy_run, work):
-    said = client.run("push", policy_run, "alice/reach", "json=pushed.json")
-    assert said["status"] == 0, said
+    reply = client.run("push", policy_run, "alice/reach", "json=pushed.json")
+    assert reply["status"] == 0, reply
     assert (
-        "private: visible to you" in said["out"]
-        and "Left out (neither safetensors nor JSON): optimizer.pt" in said["out"]
+        "private: visible to you" in reply["out"]
+        and "Left out (neither safetensors nor JSON): optimizer.pt" in reply["out"]
     )
     files = set(json.loads((work / "pushed.json").read_text())["files"])
     assert files == {"config.json", "model.safetensors", "base_and_tuned.mp4"}
@@ -185,8 +185,8 @@ def test_a_policy_that_was_pushed_acts_as_before(client, fresh, policy_run, work
         ("hub", "alice/reach"),
         ("named", "hf://alice/reach@main"),
     ):
-        said = client.run("evaluate", policy, f"run.name={name}", *settings)
-        assert said["status"] == 0, said
+        reply = client.run("evaluate", policy, f"run.name={name}", *settings)
+        assert reply["status"] == 0, reply
     results = [
         json.loads((work / f"runs/evaluate/{name}/0/result.json").read_text()) for name in ("local", "hub", "named")
     ]
@@ -216,12 +216,12 @@ print(card.content)
 
 
 def test_a_dry_run_writes_the_card_which_is_then_used_as_it_is(client, fresh, policy_run):
-    said = client.run("push", policy_run / "checkpoint", "alice/dry", "push.dry_run=true", "push.private=false")
+    reply = client.run("push", policy_run / "checkpoint", "alice/dry", "push.dry_run=true", "push.private=false")
     card = policy_run / "checkpoint" / "README.md"
-    assert said["status"] == 0 and "Nothing was uploaded" in said["out"] and not fresh.ask("/_log")
+    assert reply["status"] == 0 and "Nothing was uploaded" in reply["out"] and not fresh.ask("/_log")
     card.write_text(card.read_text() + "\nMy own sentence.\n")
-    said = client.run("push", policy_run / "checkpoint", "alice/dry", "push.private=false")
-    assert "public: visible to everyone" in said["out"] and "README.md: as it is in" in said["out"]
+    reply = client.run("push", policy_run / "checkpoint", "alice/dry", "push.private=false")
+    assert "public: visible to everyone" in reply["out"] and "README.md: as it is in" in reply["out"]
     readme = client.code(
         'from huggingface_hub import ModelCard; print(ModelCard.load("alice/dry").content)', token="hf_bob"
     )
@@ -232,9 +232,9 @@ def test_a_dry_run_writes_the_card_which_is_then_used_as_it_is(client, fresh, po
 def test_a_dataset_comes_back_as_it_was_and_lerobot_reads_it(client, fresh, work):
     recorded = episodes()
     write_dataset(recorded, work / "recorded")
-    said = client.run("push", "recorded", "alice/data")
-    assert said["status"] == 0, said
-    found = client.code("""
+    reply = client.run("push", "recorded", "alice/data")
+    assert reply["status"] == 0, reply
+    answer = client.code("""
 import torch
 from pathlib import Path
 from huggingface_hub import DatasetCard
@@ -252,11 +252,11 @@ read = LeRobotDataset("alice/data")
 assert read.num_episodes == 4 and torch.allclose(read[0]["action"], before.actions[0].float())
 print("same")
 """)
-    assert found.endswith("same")
+    assert answer.endswith("same")
     small = "train.fit.steps=2", "train.evaluate_episodes=0", "policy.width=16", "policy.depth=1", "run.threads=1"
-    said = client.run("train", "train.data=alice/data", "run.name=from_hub", *small)
-    assert said["status"] == 0, said
-    said = client.run("push", "runs/train/from_hub/0", "alice/trained", "push.dry_run=true")
+    reply = client.run("train", "train.data=alice/data", "run.name=from_hub", *small)
+    assert reply["status"] == 0, reply
+    reply = client.run("push", "runs/train/from_hub/0", "alice/trained", "push.dry_run=true")
     card = (work / "runs/train/from_hub/0/checkpoint/README.md").read_text()
     assert "datasets:\n- alice/data" in card and "Success: this checkpoint was not evaluated" in card
 
@@ -270,9 +270,9 @@ def test_lerobot_loads_what_was_pushed_of_its_own(client, fresh, work):
     policy = ACTPolicy(tiny_act(inputs, {"action": PolicyFeature(FeatureType.ACTION, (2,))}))
     policy.save_pretrained(work / "act")
     (work / "act" / "README.md").unlink(missing_ok=True)
-    said = client.run("push", "act", "alice/act", "push.private=false")
-    assert said["status"] == 0, said
-    found = client.code("""
+    reply = client.run("push", "act", "alice/act", "push.private=false")
+    assert reply["status"] == 0, reply
+    answer = client.code("""
 import torch
 from huggingface_hub import ModelCard
 from lerobot.policies.act.modeling_act import ACTPolicy
@@ -283,15 +283,15 @@ assert card.data.library_name == "lerobot" and "act" in card.data.tags and card.
 assert "A robot policy (act)" in card.content
 print("same")
 """, token="hf_bob")  # fmt: skip
-    assert found.endswith("same")
+    assert answer.endswith("same")
 
 
 def test_pickles_are_refused_and_never_downloaded(client, fresh):
     fresh.put("eve/pickled", {"config.json": b"{}", "pytorch_model.bin": b"evil", "README.md": b""})
-    said = client.run("evaluate", "eve/pickled")
-    assert said["status"] == 2
+    reply = client.run("evaluate", "eve/pickled")
+    assert reply["status"] == 2
     assert re.search(
-        r"Error: hf://eve/pickled contains only pickled weights \(pytorch_model\.bin\).*never downloaded", said["err"]
+        r"Error: hf://eve/pickled contains only pickled weights \(pytorch_model\.bin\).*never downloaded", reply["err"]
     )
     fresh.put(
         "eve/mixed", {"config.json": b"{}", "model.safetensors": b"x", "pytorch_model.bin": b"evil", "run.py": b"evil"}
@@ -304,9 +304,9 @@ def test_pickles_are_refused_and_never_downloaded(client, fresh):
 
 def test_who_may_not_read_or_write_hears_why(client, fresh, policy_run):
     def error(*words, token="hf_alice"):
-        said = client.run(*words, token=token)
-        assert said["status"] == 2 and said["err"].count("Error:") == 1, said
-        return said["err"]
+        reply = client.run(*words, token=token)
+        assert reply["status"] == 2 and reply["err"].count("Error:") == 1, reply
+        return reply["err"]
 
     assert "does not exist on the hub, or your token may not read it" in error("evaluate", "alice/nothing")
     assert "does not exist on the hub, or is private: if it is yours, log in with 'hf auth login'" in error(
@@ -330,8 +330,8 @@ def test_who_may_not_read_or_write_hears_why(client, fresh, policy_run):
 def test_an_interrupted_download_continues(client, fresh, work):
     shutil.rmtree(work / "hf", ignore_errors=True)
     fresh.ask("/_control", {"stop": 1})
-    said = client.run("evaluate", "alice/reach", *ONE)
-    assert said["status"] == 2 and "Error:" in said["err"] and "Traceback" not in said["err"], said
+    reply = client.run("evaluate", "alice/reach", *ONE)
+    assert reply["status"] == 2 and "Error:" in reply["err"] and "Traceback" not in reply["err"], reply
     fresh.ask("/_control", {"stop": 10**6, "clear": True})
     assert client.run("evaluate", "alice/reach", *ONE, "run.name=again")["status"] == 0
     assert len(fresh.downloads()) == 2, "one of the three files had come through"
@@ -346,21 +346,23 @@ def test_a_connection_that_drops_is_tried_again(client, fresh, work):
 
 def test_without_the_hub_the_cache_is_used_and_what_is_not_there_is_said_at_once(client, fresh, work):
     fresh.ask("/_control", {"down": True})
-    said = client.run("evaluate", "alice/reach", *ONE, "run.name=down")
-    assert said["status"] == 0 and "cannot be reached: the copy of hf://alice/reach in the cache is used" in said["err"]
-    said = client.run("evaluate", "alice/other")
+    reply = client.run("evaluate", "alice/reach", *ONE, "run.name=down")
     assert (
-        said["status"] == 2
-        and "alice/other is not a local folder" in said["err"]
-        and "hf download alice/other" in said["err"]
+        reply["status"] == 0 and "cannot be reached: the copy of hf://alice/reach in the cache is used" in reply["err"]
+    )
+    reply = client.run("evaluate", "alice/other")
+    assert (
+        reply["status"] == 2
+        and "alice/other is not a local folder" in reply["err"]
+        and "hf download alice/other" in reply["err"]
     )
     fresh.ask("/_control", {"clear": True})
     offline = Client(fresh, work, HF_HUB_OFFLINE="1")
-    said = offline.run("evaluate", "alice/reach", *ONE, "run.name=offline")
-    assert said["status"] == 0, said
-    said = offline.run("train", "train.data=hf://datasets/alice/nothing")
-    assert said["status"] == 2 and "HF_HUB_OFFLINE is set" in said["err"] and "--repo-type dataset" in said["err"]
-    said = offline.run("push", "recorded", "alice/data")
-    assert said["status"] == 2 and "HF_HUB_OFFLINE is set" in said["err"]
+    reply = offline.run("evaluate", "alice/reach", *ONE, "run.name=offline")
+    assert reply["status"] == 0, reply
+    reply = offline.run("train", "train.data=hf://datasets/alice/nothing")
+    assert reply["status"] == 2 and "HF_HUB_OFFLINE is set" in reply["err"] and "--repo-type dataset" in reply["err"]
+    reply = offline.run("push", "recorded", "alice/data")
+    assert reply["status"] == 2 and "HF_HUB_OFFLINE is set" in reply["err"]
     offline.end()
     assert not fresh.ask("/_log")

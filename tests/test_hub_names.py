@@ -37,8 +37,8 @@ LOCAL = {"root", "target", "run", "preference_pairs", "certificate", "certificat
     ],
 )
 def test_what_is_a_name(text, name):
-    found = hub_name(text, "model")
-    assert (None if found is None else str(found)) == name
+    parsed_name = hub_name(text, "model")
+    assert (None if parsed_name is None else str(parsed_name)) == name
 
 
 def test_the_kind_of_setting_decides_what_a_name_means():
@@ -62,9 +62,9 @@ def path_settings(kind, place=""):
 
 def test_every_path_is_a_checkpoint_a_dataset_or_local():
     """A new setting says which, or a name on the hub would not be downloaded for it."""
-    found = {where: where.rpartition(".")[2] for where in path_settings(Config)}
-    assert len(found) > 40
-    unknown = [where for where, name in found.items() if name not in CHECKPOINTS | DATASETS | LOCAL]
+    endings = {where: where.rpartition(".")[2] for where in path_settings(Config)}
+    assert len(endings) > 40
+    unknown = [where for where, name in endings.items() if name not in CHECKPOINTS | DATASETS | LOCAL]
     assert not unknown, unknown
     assert not (CHECKPOINTS & DATASETS) | ((CHECKPOINTS | DATASETS) & LOCAL)
 

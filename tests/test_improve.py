@@ -147,15 +147,15 @@ def test_a_killed_run_goes_on_and_does_nothing_twice(root: Path, able: Path, cap
     assert [path.stat().st_mtime_ns for path in (first, *folder.glob("finetune/tuned/0/resume/*"))] == before
     iterations = [each["iteration"] for each in RunFolder(folder / "finetune" / "tuned" / "0").metrics()]
     assert iterations == [0, 1, 2, 3]
-    found = result(root, "reach_planar")
-    told, low = found["improve"], found["difference"]["low"]
+    result_json = result(root, "reach_planar")
+    told, low = result_json["improve"], result_json["difference"]["low"]
     costs = json.loads((folder / "costs.json").read_text())
     assert costs["base"] == began["base"] and costs["tuned"]["seconds"] > began["tuned"]["seconds"]
     assert status == (0 if low > 0 else 1) and told["improved"] == (low > 0)
     served = folder / "finetune" / "tuned" / "0" / "checkpoint" if low > 0 else able
     assert told["policy"] == str(served) and told["serve"] == f"robopolicy serve {served}"
-    assert list(found["verdicts"]) == ["base", "improved" if low > 0 else "tuned"] and "per_episode" not in str(
-        found["verdicts"]
+    assert list(result_json["verdicts"]) == ["base", "improved" if low > 0 else "tuned"] and "per_episode" not in str(
+        result_json["verdicts"]
     )
     assert [stage["verb"] for stage in told["stages"]] == ["evaluate", "finetune", "evaluate"]
     assert all(stage["env_steps"] > 0 and stage["cpu_seconds"] > 0 for stage in told["stages"])
@@ -201,13 +201,13 @@ def test_a_policy_that_never_succeeds_is_not_fine_tuned(root: Path, capsys):
 def test_a_log_alone_is_judged_by_the_gate_and_real_success_is_not_claimed(root: Path, capsys):
     status = improve(root, f"data={log(root)}")
     text = said(capsys)
-    found = result(root, "log")
+    result_json = result(root, "log")
     assert "world=reach_planar, which the checkpoint records" in text and "fitted Q evaluation" in text
-    assert status == (0 if found["accepted"] else 1) and len(found["rounds"]) == 1
-    (judgement,) = found["rounds"][0]["verdict"]["judgements"]
+    assert status == (0 if result_json["accepted"] else 1) and len(result_json["rounds"]) == 1
+    (judgement,) = result_json["rounds"][0]["verdict"]["judgements"]
     page = (root / "improve" / "log" / "0" / "report.html").read_text()
     assert f"[{judgement['bootstrap'][0]:+.3f}" in page and "Real success: nothing was executed" in page
-    assert "verdicts" not in found and "success" not in found["improve"]["reason"]
+    assert "verdicts" not in result_json and "success" not in result_json["improve"]["reason"]
 
 
 @pytest.mark.long

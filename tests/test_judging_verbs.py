@@ -28,11 +28,13 @@ def test_logged_chains_judge_and_the_logged_policy_is_no_better_than_itself(root
     data = root / "collect" / "chains" / "0" / "dataset"
     own = "gate.evaluators=[importance]", "gate.metric=return", "gate.min_effective_episodes=24", "run.name=own"
     assert run(root, "gate", str(base), str(base), f"gate.data=[{data}]", *own) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "evaluated by importance sampling of 24 logged episodes: not significantly better" in said
-    assert "Effective sample size of 24 recorded episodes: 24, 24." in said
-    found = result(root, "gate", "own")
-    assert found["effective_episodes"] == [24.0, 24.0] and found["gate"]["judgements"][0]["difference"] == 0.0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "evaluated by importance sampling of 24 logged episodes: not significantly better" in output
+    assert "Effective sample size of 24 recorded episodes: 24, 24." in output
+    result_json = result(root, "gate", "own")
+    assert (
+        result_json["effective_episodes"] == [24.0, 24.0] and result_json["gate"]["judgements"][0]["difference"] == 0.0
+    )
     plain = root / "collect" / "reach_planar" / "0" / "dataset"
     assert run(root, "gate", str(base), str(base), f"gate.data=[{plain}]", *own) == 2
     assert "collect.chains=true" in capsys.readouterr().err
@@ -47,10 +49,10 @@ def test_returns_are_scored_between_the_anchors_of_the_data(root, capsys):
     capsys.readouterr()
     assert run(root, "evaluate", str(base), f"evaluate.reference_dataset={graded}", "run.name=scored") == 0
     assert "policy: deterministic normalised score" in capsys.readouterr().out
-    found = result(root, "evaluate", "scored")
+    result_json = result(root, "evaluate", "scored")
     for mode in ("deterministic", "stochastic"):
-        expected = 100 * (found["policy"][mode]["return_mean"] - zero) / (hundred - zero)
-        assert found["normalised"]["policy"][mode]["score"] == pytest.approx(expected)
+        expected = 100 * (result_json["policy"][mode]["return_mean"] - zero) / (hundred - zero)
+        assert result_json["normalised"]["policy"][mode]["score"] == pytest.approx(expected)
     assert (
         run(root, "evaluate", str(base), "world=push_cube", f"evaluate.reference_dataset={graded}", "run.name=other")
         == 2
@@ -83,8 +85,8 @@ def test_a_judge_that_knows_too_little_of_a_policy_is_left_out_of_the_bakeoff(ro
     )
     assert run(root, "bakeoff", *asked, *judges) == 0
     assert "importance sampling of 24 logged episodes refuses: Of 24 logged episodes 24.0" in capsys.readouterr().out
-    found = result(root, "bakeoff", "reach_planar")
-    assert len(found["refused"]) == 1 and len(found["judges"]) == 1
+    result_json = result(root, "bakeoff", "reach_planar")
+    assert len(result_json["refused"]) == 1 and len(result_json["judges"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -143,8 +145,10 @@ def test_an_evaluation_that_is_broken_off_goes_on_and_ends_where_an_unbroken_one
         return play(*given, **told)
 
     def outcomes(name):
-        found = result(root, "evaluate", name)["policy"]
-        return [(found[mode]["per_episode"], found[mode]["steps"]) for mode in ("deterministic", "stochastic")]
+        result_json = result(root, "evaluate", name)["policy"]
+        return [
+            (result_json[mode]["per_episode"], result_json[mode]["steps"]) for mode in ("deterministic", "stochastic")
+        ]
 
     def broken_off(name, *settings):
         played.clear()

@@ -140,10 +140,10 @@ def zygote() -> Iterator[Callable[..., Any]]:
 
     def asked(*request: Any) -> Any:
         here.send(request)
-        found = here.recv()
-        if isinstance(found, Exception):
-            raise found
-        return found
+        answer = here.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     yield asked
     here.send(None)
@@ -162,17 +162,18 @@ def folder(tmp_path_factory, zygote) -> Path:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", JOBS)
 def test_the_same_command_again_ends_as_if_nothing_had_happened(zygote, folder: Path, name: str):
-    found: Found = zygote(examine, folder, Job(name, JOBS[name], int(os.environ.get("ROBOPOLICY_KILL_STRIDE", "1"))))
+    report: Found = zygote(examine, folder, Job(name, JOBS[name], int(os.environ.get("ROBOPOLICY_KILL_STRIDE", "1"))))
     print(
-        f"{name}: {found.operations} operations, {found.states} states, {found.tried} tried, {len(found.wrong)} wrong"
+        f"{name}: {report.operations} operations, {report.states} states, {report.tried} tried, {len(report.wrong)} "
+        f"wrong"
     )
-    assert found.states > 10
-    assert not found.wrong, "\n".join(f"killed before {place}: {wrong}" for place, wrong in found.wrong.items())
+    assert report.states > 10
+    assert not report.wrong, "\n".join(f"killed before {place}: {wrong}" for place, wrong in report.wrong.items())
 
 
 @pytest.mark.slow
 def test_runs_that_are_killed_for_good_go_on(zygote, tmp_path: Path):
     zygote(prepare, tmp_path, [Job("collect", ("collect", *SHARED))])
     for name, operations in {"collect": (40, 100), "train": (66,)}.items():
-        found: Found = zygote(kill_at, tmp_path, Job(name, JOBS[name]), operations)
-        assert not found.wrong, found.wrong
+        report: Found = zygote(kill_at, tmp_path, Job(name, JOBS[name]), operations)
+        assert not report.wrong, report.wrong

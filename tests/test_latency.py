@@ -144,8 +144,8 @@ def test_a_world_model_of_a_world_without_a_delay_imagines_none(recorded, tmp_pa
     policy = tmp_path / "train" / "push_cube" / "0" / "checkpoint"
     capsys.readouterr()
     assert main(["evaluate", str(policy), *imagined, LATE, f"run.root={tmp_path}", "evaluate.episodes=4"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "latency_steps is 3, but this world model was trained with a latency of 0 control steps" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "latency_steps is 3, but this world model was trained with a latency of 0 control steps" in output
 
 
 def test_a_teacher_that_looks_ahead_teaches_there(tmp_path):

@@ -80,21 +80,21 @@ def result(home, verb):
 
 def test_returns_stand_for_success(home, capsys):
     assert run("collect", home=home) == 0
-    said = capsys.readouterr()
-    assert "no success reported, return 3" in said.out
-    assert "world.options.success=package.module:function" in " ".join(said.err.split())
+    output = capsys.readouterr()
+    assert "no success reported, return 3" in output.out
+    assert "world.options.success=package.module:function" in " ".join(output.err.split())
     assert result(home, "collect")["success_rate"] is None
     assert run("train", home=home) == 0
-    said = capsys.readouterr()
-    assert "0.0%" not in said.out
-    assert "return" in said.out
+    output = capsys.readouterr()
+    assert "0.0%" not in output.out
+    assert "return" in output.out
     assert run("finetune", home=home) == 0
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     judged = result(home, "finetune")
     assert judged["difference"]["of"] == "return"
     assert judged["difference"]["low"] <= judged["difference"]["difference"] <= judged["difference"]["high"]
     assert not judged["tuned"]["deterministic"]["reports_success"]
-    assert "did not raise success" not in said.out
+    assert "did not raise success" not in output.out
     page = (home / "runs" / "finetune" / "point" / "0" / "report.html").read_text()
     assert "no success reported" in page
     assert run("doctor", home=home) == 1

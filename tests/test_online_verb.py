@@ -40,11 +40,11 @@ def result(root, name):
 
 def test_a_steered_policy_is_learned_judged_loaded_and_learned_further(root, capsys):
     assert run(root, "online", "run.name=dsrl", *RLPD, f"online.policy={root}/train/reach_planar/0/checkpoint") == 0
-    found = result(root, "dsrl")
-    assert 396 <= found["env_steps"] <= 400 and found["updates"] > 50
-    assert [record["updates"] for record in found["evaluations"]] == [0, 1, 5, found["updates"]]
-    assert found["base"]["deterministic"]["episodes"] == 8
-    assert {"tuned", "difference", "dip", "seconds"} <= found.keys()
+    result_json = result(root, "dsrl")
+    assert 396 <= result_json["env_steps"] <= 400 and result_json["updates"] > 50
+    assert [record["updates"] for record in result_json["evaluations"]] == [0, 1, 5, result_json["updates"]]
+    assert result_json["base"]["deterministic"]["episodes"] == 8
+    assert {"tuned", "difference", "dip", "seconds"} <= result_json.keys()
     folder = root / "online" / "dsrl" / "0"
     assert isinstance(load_policy(folder / "checkpoint"), SteeredPolicy)
     assert "<svg" in (folder / "report.html").read_text()
@@ -65,8 +65,8 @@ def test_an_agent_learns_from_data_and_then_in_the_world(root):
         "alone": RLPD,
     }.items():
         assert run(root, "online", "online.method=actions", f"run.name={name}", *settings) == 0, name
-        found = result(root, name)
-        assert (found["env_steps"] == 0) is (name == "offline_only")
+        result_json = result(root, name)
+        assert (result_json["env_steps"] == 0) is (name == "offline_only")
         assert isinstance(load_policy(root / "online" / name / "0" / "checkpoint"), AgentPolicy)
     trained = RunFolder(root / "online" / "wsrl" / "0").metrics()
     assert any("agent_step" in record for record in trained) and any("iteration" in record for record in trained)
@@ -77,8 +77,8 @@ def test_without_a_policy_an_agent_acts_from_data_or_from_nothing(root, tmp_path
     for name, settings in {"data": (data, "online.steps=0"), "nothing": ("online.steps=200",)}.items():
         arguments = ("online.method=actions", f"run.name={name}", *RLPD, *settings, "online.chunk=2")
         assert run(tmp_path, "online", *arguments) == 0
-        found = load_policy(tmp_path / "online" / name / "0" / "checkpoint")
-        assert found.spec.chunk == 2
+        policy = load_policy(tmp_path / "online" / name / "0" / "checkpoint")
+        assert policy.spec.chunk == 2
 
 
 def test_data_of_another_task_is_refused_before_anything_is_learned_of_it(root, tmp_path, monkeypatch, capsys):

@@ -377,7 +377,7 @@ def test_a_dataset_of_no_known_world_is_its_own_world(push_t, tmp_path, capsys):
 
     capsys.readouterr()
     assert main(["doctor", str(foreign), f"run.root={tmp_path / 'doctor'}"]) == 0
-    found = " ".join(capsys.readouterr().out.split())
-    assert "unknown world not named" in found
-    assert "replayed" not in found
+    text = " ".join(capsys.readouterr().out.split())
+    assert "unknown world not named" in text
+    assert "replayed" not in text
     assert main(["doctor", str(foreign), "world=push_cube", f"run.root={tmp_path / 'doctor'}"]) == 1

@@ -207,12 +207,12 @@ def test_a_policy_that_learns_on_the_latent_of_a_model_acts_for_real(tmp_path, c
     judged = result(tmp_path, "imagine", "reach_planar")
     assert robopolicy("evaluate", str(tuned), world, root=tmp_path) == 0
     for mode in ("deterministic", "stochastic"):  # the checkpoint decides what the policy decided when it was tuned
-        seen = result(tmp_path, "evaluate", "reach_planar")["policy"][mode]["per_episode"]
-        assert seen == judged["tuned"][mode]["per_episode"]
+        episodes_of = result(tmp_path, "evaluate", "reach_planar")["policy"][mode]["per_episode"]
+        assert episodes_of == judged["tuned"][mode]["per_episode"]
     inside = ["world.name=worldmodel", f"world.model={model}", "run.name=inside"]
     assert robopolicy("evaluate", str(tuned), *inside, root=tmp_path) == 0
-    seen = result(tmp_path, "evaluate", "inside")["policy"]["deterministic"]["per_episode"]
-    assert seen == judged["imagined"]["tuned, imagined"]["deterministic"]["per_episode"]
+    episodes_of = result(tmp_path, "evaluate", "inside")["policy"]["deterministic"]["per_episode"]
+    assert episodes_of == judged["imagined"]["tuned, imagined"]["deterministic"]["per_episode"]
 
     further = ["finetune.iterations=2", "finetune.checkpoint_every=1", "imagine.refresh_every=1"]
     further += [
@@ -228,8 +228,8 @@ def test_a_policy_that_learns_on_the_latent_of_a_model_acts_for_real(tmp_path, c
     assert (refreshed / "checkpoint" / "encoder" / "model.safetensors").read_bytes() == latest
     assert latest != (model / "model.safetensors").read_bytes()
     assert robopolicy("evaluate", str(refreshed / "checkpoint"), world, "run.name=refreshed", root=tmp_path) == 0
-    seen = result(tmp_path, "evaluate", "refreshed")["policy"]["deterministic"]["per_episode"]
-    assert seen == result(tmp_path, "imagine", "refreshed")["tuned"]["deterministic"]["per_episode"]
+    episodes_of = result(tmp_path, "evaluate", "refreshed")["policy"]["deterministic"]["per_episode"]
+    assert episodes_of == result(tmp_path, "imagine", "refreshed")["tuned"]["deterministic"]["per_episode"]
 
     chosen = [f"rank.policies=[{base},{other},{tuned}]", "rank.episodes=4"]
     assert robopolicy("rank", world, *chosen, root=tmp_path) == 2
@@ -298,8 +298,8 @@ def test_an_agent_and_an_improver_of_recorded_data(tmp_path, agent, improver):
         "gate.num_states=4",
     ]
     assert robopolicy("offline", *begin, *settings, root=tmp_path) == 0
-    found = result(tmp_path, "offline", "reach_planar")
-    assert len(found["rounds"]) == 1 and "loss" in found["rounds"][0]
+    result_json = result(tmp_path, "offline", "reach_planar")
+    assert len(result_json["rounds"]) == 1 and "loss" in result_json["rounds"][0]
 
 
 def test_what_is_installed_is_listed(capfd):
@@ -318,10 +318,10 @@ def test_a_checkpoint_says_what_it_needs_and_imports_nothing(tmp_path):
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')\n")
     (folder / "config.json").write_text(json.dumps({"kind": "evil:Policy", "format": 2}))
     program = "from robopolicy.policies import load_policy; load_policy('checkpoint')"
-    found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
-    assert found.returncode == 1
-    assert "evil:Policy" in found.stderr
-    assert "CheckpointError" in found.stderr
+    process = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert "evil:Policy" in process.stderr
+    assert "CheckpointError" in process.stderr
 
 
 @pytest.mark.parametrize("target", [TASK, "ball", f"{PACKAGE}.policy:GaussianPolicy", f"{PACKAGE}.model:LatentModel"])

@@ -158,8 +158,8 @@ def test_in_a_world_without_an_expert_ones_own_controller_plays_or_nobody(tmp_pa
     assert main([*model, *more, "worldmodel.noise=[]", "run.name=nobody"]) == 0
     capsys.readouterr()
     assert main([*model, *more, "run.name=circle"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "collect.controller=package.module:name" in said and "worldmodel.noise=[]" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "collect.controller=package.module:name" in output and "worldmodel.noise=[]" in output
     student = ["policy.width=16", "policy.depth=1", "policy.sampling_steps=2"]
     taught = [*(f"teach.{each}" for each in TAUGHT), "teach.teacher=expert"]
     assert main(["teach", *here, own, *student, *taught]) == 0
@@ -314,9 +314,9 @@ def test_a_registry_names_the_nearest(nothing_named):
 )
 def test_check_says_what_a_target_allows(target, status, texts, capsys):
     assert main(["check", target, "world=own_things:Line"]) == status
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for text in texts:
-        assert text in said
+        assert text in output
 
 
 def test_check_names_elements_limits_and_who_judges():

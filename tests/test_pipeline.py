@@ -49,13 +49,13 @@ def test_a_policy_is_distilled_and_judged_beside_its_teacher(root: Path, capsys)
     teacher = root / "train" / "reach_planar" / "0" / "checkpoint"
     arguments = ["distill", str(teacher), *SMALL, f"run.root={root}"]
     assert main(arguments) == 0
-    said = capsys.readouterr().out
-    assert "times as fast" in said and "student" in said and "reach_planar" in said
+    output = capsys.readouterr().out
+    assert "times as fast" in output and "student" in output and "reach_planar" in output
     folder = root / "distill" / "reach_planar" / "0"
-    found = json.loads((folder / "result.json").read_text())
+    result = json.loads((folder / "result.json").read_text())
     assert load_policy(folder / "checkpoint").spec.scored_steps == 1
-    assert found["env_steps"] == found["observations"] > 0
-    assert found["seconds_teacher"] > 0 < found["seconds_student"]
+    assert result["env_steps"] == result["observations"] > 0
+    assert result["seconds_teacher"] > 0 < result["seconds_student"]
     assert "student, deterministic" in (folder / "report.html").read_text()
     assert main(arguments) == 0
     assert "is done" in capsys.readouterr().out
@@ -76,9 +76,9 @@ def test_a_new_policy_takes_over_in_a_deployment(root: Path, capsys):
     ]
     assert main(["deploy", str(checkpoint), str(checkpoint), *small]) == 0
     assert "floor" in capsys.readouterr().out
-    found = json.loads((root / "deploy" / "reach_planar" / "0" / "result.json").read_text())["deployed"]
-    assert [len(found[name]["running"]) for name in ("mixed", "replaced")] == [30, 30]
-    assert set(found["replaced"]["shares"]) == {1.0}
+    result = json.loads((root / "deploy" / "reach_planar" / "0" / "result.json").read_text())["deployed"]
+    assert [len(result[name]["running"]) for name in ("mixed", "replaced")] == [30, 30]
+    assert set(result["replaced"]["shares"]) == {1.0}
     assert "Running success" in (root / "deploy" / "reach_planar" / "0" / "report.html").read_text()
     assert main(["deploy", str(checkpoint), str(checkpoint), *small, "deploy.max_success_drop=2"]) == 2
     assert "deploy.max_success_drop is 2" in capsys.readouterr().err
@@ -111,13 +111,13 @@ def test_a_candidate_learns_in_one_model_and_another_one_judges(root: Path, caps
     records = [each for each in RunFolder(root / "offline" / "imagining" / "0").metrics() if "round" in each]
     assert [each["imagined_steps"] > 0 for each in records] == [True, True]
     assert all("critic_step" not in each for each in RunFolder(root / "offline" / "imagining" / "0").metrics())
-    found = json.loads((root / "offline" / "imagining" / "0" / "result.json").read_text())
-    assert found["env_steps"] == 0
+    result = json.loads((root / "offline" / "imagining" / "0" / "result.json").read_text())
+    assert result["env_steps"] == 0
     trials = ["gate.evaluators=[world]", "offline.rounds=1", "run.name=trials"]
     assert main([*offline, *data, f"offline.model={model}", *trials]) == 0
-    found = json.loads((root / "offline" / "trials" / "0" / "result.json").read_text())
-    assert found["env_steps"] == found["rounds"][0]["verdict"]["env_steps"] > 0
-    assert "success in trials of reach_planar" in found["rounds"][0]["gate"]
+    result = json.loads((root / "offline" / "trials" / "0" / "result.json").read_text())
+    assert result["env_steps"] == result["rounds"][0]["verdict"]["env_steps"] > 0
+    assert "success in trials of reach_planar" in result["rounds"][0]["gate"]
 
 
 def test_a_pipeline_is_one_job_that_goes_on_where_it_was_interrupted(tmp_path: Path, capsys, monkeypatch):
@@ -137,14 +137,14 @@ def test_a_pipeline_is_one_job_that_goes_on_where_it_was_interrupted(tmp_path: P
     first = (folder / "collect" / "demonstrations" / "0" / "result.json").stat().st_mtime_ns
     assert main(asked) == 0
     assert (folder / "collect" / "demonstrations" / "0" / "result.json").stat().st_mtime_ns == first
-    said = capsys.readouterr().out
-    assert "one_step: robopolicy distill" in said and "reach_planar, seed 0" in said
-    found = json.loads((folder / "result.json").read_text())
-    assert list(found["stages"]) == ["demonstrations", "imitation", "one_step"]
-    assert found["stages"]["demonstrations"]["world_steps"] > 0
-    assert found["stages"]["imitation"]["policy"]["deterministic"]["episodes"] == 8
-    assert "outcomes" not in str(found["stages"])
-    assert found["stages"]["one_step"]["world_steps"] == 0  # it was asked at what is recorded
+    output = capsys.readouterr().out
+    assert "one_step: robopolicy distill" in output and "reach_planar, seed 0" in output
+    result = json.loads((folder / "result.json").read_text())
+    assert list(result["stages"]) == ["demonstrations", "imitation", "one_step"]
+    assert result["stages"]["demonstrations"]["world_steps"] > 0
+    assert result["stages"]["imitation"]["policy"]["deterministic"]["episodes"] == 8
+    assert "outcomes" not in str(result["stages"])
+    assert result["stages"]["one_step"]["world_steps"] == 0  # it was asked at what is recorded
     done = json.loads((folder / "distill" / "one_step" / "0" / "result.json").read_text())
     assert done["training_steps"] == 10
     assert done["teacher_checkpoint"] == str(folder / "train" / "imitation" / "0" / "checkpoint")
@@ -245,8 +245,8 @@ def test_from_images_to_one_step_behind_one_encoder(tmp_path: Path):
     asked.append("pipeline.changes.one_step=['distill.fit.steps=10']")
     assert main(asked) == 0
     folder = tmp_path / "pipeline" / "push_cube_pixels" / "0"
-    found = json.loads((folder / "result.json").read_text())
-    assert found["stages"]["offline"]["world_steps"] == 0 and found["stages"]["offline"]["accepted"] == 1
+    result = json.loads((folder / "result.json").read_text())
+    assert result["stages"]["offline"]["world_steps"] == 0 and result["stages"]["offline"]["accepted"] == 1
     student = load_whole(folder / "distill" / "one_step" / "0" / "checkpoint")
     assert isinstance(student, EncodedPolicy) and student.spec.scored_steps == 1
     assert set(student.spec.observation) == {"observation.state", "observation.images.top"}
@@ -258,12 +258,12 @@ def test_from_images_to_one_step_behind_one_encoder(tmp_path: Path):
 
 def told(rate: float, **more) -> dict:
     """A stage's summary, with a verdict of 200 episodes."""
-    found = {"success_rate": rate, "low": rate - 0.05, "high": rate + 0.05, "episodes": 200}
+    figures = {"success_rate": rate, "low": rate - 0.05, "high": rate + 0.05, "episodes": 200}
     return {
         "verb": "v",
         "seconds": 60.0,
         "world_steps": None,
-        "policy": dict.fromkeys(("deterministic", "stochastic"), found),
+        "policy": dict.fromkeys(("deterministic", "stochastic"), figures),
         **more,
     }
 

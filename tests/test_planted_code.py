@@ -104,8 +104,8 @@ TRIED = [(verb, how) for verb in VERBS for how in PLANTED if verb in ("evaluate"
 def test_a_world_model_chooses_no_code(home, capsys, verb: str, how: str):
     edit(home / MODEL, PLANTED[how])
     assert main([*VERBS[verb], *([] if verb == "check" else SMALL if verb == "imagine" else SMALL[1:])]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "not part of robopolicy" in said and PLACE in said, said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "not part of robopolicy" in output and PLACE in output, output
     assert not (home / "ran").exists() and PLACE not in sys.modules
 
 
@@ -151,8 +151,8 @@ def test_a_policy_chooses_no_code(home, folder: str, change):
 def test_a_stored_way_of_deciding_chooses_no_code(home, capsys, verb: str, config: dict[str, str]):
     save_plan(home / "policy", InferencePlan(InferenceConfig(**config), weights_hash(home / "policy")))
     assert main([verb, f"{verb}.policy=policy", *([] if verb == "serve" else SMALL[1:]), "run.name=planned"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "inference.json needs the" in said and f"run.plugins=[{PLACE}]" in said, said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "inference.json needs the" in output and f"run.plugins=[{PLACE}]" in output, output
     assert not (home / "ran").exists() and PLACE not in sys.modules
 
 

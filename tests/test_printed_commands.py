@@ -52,12 +52,12 @@ def texts(path: Path) -> Iterator[str]:
     parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            found = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
-            found = node.value
+            text = node.value
         else:
             continue
-        yield " ".join(found.split())
+        yield " ".join(text.split())
 
 
 MODULES = [path for name in ("robopolicy", "sims", "worldmodels") for path in sorted((ROOT / name).rglob("*.py"))]
@@ -114,7 +114,7 @@ def filled(value: str) -> str:
     )
 
 
-SETTINGS = sorted({(found[1], found[2]) for _, text in [*TEXTS, *CODE] for found in SETTING.finditer(text)}, key=str)
+SETTINGS = sorted({(match[1], match[2]) for _, text in [*TEXTS, *CODE] for match in SETTING.finditer(text)}, key=str)
 
 
 def where(key: str, value: str | None) -> list[str]:
@@ -152,9 +152,9 @@ def test_settings_with_a_value_compose():
 
 
 def test_commands_name_verbs():
-    found = {(name, path) for path, text in TEXTS for name in COMMAND.findall(text) if name not in PROSE}
-    assert {name for name, _ in found} > {"train", "finetune", "doctor"}
-    assert not [each for each in found if each[0] not in VERBS.names()]
+    command_names = {(name, path) for path, text in TEXTS for name in COMMAND.findall(text) if name not in PROSE}
+    assert {name for name, _ in command_names} > {"train", "finetune", "doctor"}
+    assert not [each for each in command_names if each[0] not in VERBS.names()]
 
 
 def test_extras_and_modules_exist():
@@ -170,8 +170,10 @@ def test_extras_and_modules_exist():
 def is_installed(module: str) -> bool:
     """Whether a module's file is there; it is not imported."""
     first, *rest = module.split(".")
-    found = importlib.util.find_spec(first)
-    places = [] if found is None else [Path(place, *rest) for place in found.submodule_search_locations or ()]
+    module_spec = importlib.util.find_spec(first)
+    places = (
+        [] if module_spec is None else [Path(place, *rest) for place in module_spec.submodule_search_locations or ()]
+    )
     return any(place.is_dir() or place.with_suffix(".py").is_file() for place in places)
 
 

@@ -104,10 +104,10 @@ def test_names_and_files_in_the_documentation_exist():
         for name in set(NAME.findall(text)) - spelled:
             module, _, attribute = name.rpartition(".")
             try:
-                found = importlib.import_module(name)
+                member = importlib.import_module(name)
             except ModuleNotFoundError:
-                found = getattr(importlib.import_module(module), attribute, None)
-            lost |= set() if found is not None else {(page.name, name)}
+                member = getattr(importlib.import_module(module), attribute, None)
+            lost |= set() if member is not None else {(page.name, name)}
     assert not lost
 
 
@@ -119,9 +119,9 @@ def test_the_guide_to_world_models_looks_at_a_model(tmp_path, monkeypatch, capsy
     small = "worldmodel.transitions=400", "worldmodel.fit.steps=10", "worldmodel.config.width=16"
     assert main(["worldmodel", "recipe=push_cube", *small, "worldmodel.data=[runs/collect/push_cube/0/dataset]"]) == 0
     (tmp_path / "look.py").write_text(code)
-    found = runpy.run_path("look.py")
-    assert found["step"].uncertainty.shape == (8, 4) and np.isfinite(found["step"].uncertainty).all()
-    assert found["figures"]
+    namespace = runpy.run_path("look.py")
+    assert namespace["step"].uncertainty.shape == (8, 4) and np.isfinite(namespace["step"].uncertainty).all()
+    assert namespace["figures"]
 
 
 @each_page

@@ -179,10 +179,10 @@ def test_results_stay_inside_their_root_and_links_are_not_followed(tmp_path):
 
 def test_versions_say_what_else_a_number_depends_on(tmp_path):
     folder = open_run(compose([f"run.root={tmp_path}", "run.name=x"]), "train", ("run",)).path
-    found = json.loads((folder / "versions.json").read_text())
-    assert found["threads"] == 2
-    assert found["processor"]
-    assert found["instructions"] == torch.backends.cpu.get_cpu_capability()
+    result = json.loads((folder / "versions.json").read_text())
+    assert result["threads"] == 2
+    assert result["processor"]
+    assert result["instructions"] == torch.backends.cpu.get_cpu_capability()
     with pytest.raises(ConfigError, match="threads"):
         compose(["run.threads=-1"])
 
@@ -214,8 +214,8 @@ def test_a_run_that_goes_on_with_other_threads_says_so(tmp_path):
     for _ in range(2):
         with pytest.warns(RobopolicyWarning, match="threads was 1, now 2"):
             opened(2)
-    found = json.loads((folder / "versions.json").read_text())
-    assert found["threads"] == 1 and found["resumed_with"] == [{"threads": 2}]
+    result = json.loads((folder / "versions.json").read_text())
+    assert result["threads"] == 1 and result["resumed_with"] == [{"threads": 2}]
     (folder / "result.json").write_text("{}")
     opened(2)
 

@@ -26,8 +26,8 @@ def ends_with(monkeypatch, error):
 @pytest.mark.parametrize("number", sorted(errno.errorcode))
 def test_every_error_of_the_system_is_a_sentence(monkeypatch, capsys, number):
     assert ends_with(monkeypatch, OSError(number, os.strerror(number), "/somewhere/file")) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("Error: /somewhere/file: ") and os.strerror(number) in said and "Traceback" not in said
+    output = capsys.readouterr().err
+    assert output.startswith("Error: /somewhere/file: ") and os.strerror(number) in output and "Traceback" not in output
 
 
 def no_memory():
@@ -49,8 +49,8 @@ def no_memory_in_torch():
 @pytest.mark.parametrize("make", [no_memory, no_memory_in_torch, lambda: torch.OutOfMemoryError("CUDA out of memory")])
 def test_memory_that_runs_out_is_a_sentence(monkeypatch, capsys, make):
     assert ends_with(monkeypatch, make()) == 2
-    said = capsys.readouterr().err
-    assert "Out of memory" in said and "world.batch_size" in said
+    output = capsys.readouterr().err
+    assert "Out of memory" in output and "world.batch_size" in output
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):

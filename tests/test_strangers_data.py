@@ -280,8 +280,8 @@ def test_every_defect_is_worked_with_or_refused_with_a_way_out(defect, made, tmp
     folder = Folder(shutil.copytree(made / "plain/data", tmp_path / "data"))
     spoil(folder)
     assert offline(made, "plain", folder.path, tmp_path, *(each.format(root=made) for each in settings)) == status
-    said = capsys.readouterr()
-    shown = " ".join((said.err if status else said.out).split())
+    output = capsys.readouterr()
+    shown = " ".join((output.err if status else output.out).split())
     for text in texts:
         assert text in shown
     if not status:
@@ -290,7 +290,7 @@ def test_every_defect_is_worked_with_or_refused_with_a_way_out(defect, made, tmp
         )[0]
         assert 0 < int(kept) == int(steps) - int(missing or 0)
     else:
-        assert len([line for line in said.err.splitlines() if line.strip()]) <= 6 and "Traceback" not in said.err
+        assert len([line for line in output.err.splitlines() if line.strip()]) <= 6 and "Traceback" not in output.err
 
 
 def test_images_of_another_size_are_refused_with_both_sizes(made, tmp_path, capsys):

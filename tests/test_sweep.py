@@ -89,7 +89,7 @@ def test_words_of_the_other_verb_pass_through_the_command_line():
 def evaluated(success, seed, world="push_t"):
     episodes = np.arange(len(success)) + 1000 * seed
     shared = {"returns": np.asarray(success, float), "lengths": np.ones(len(success), int)}
-    found = EvaluationResult(
+    evaluation = EvaluationResult(
         world=world,
         seeds=episodes,
         success=np.asarray(success, bool),
@@ -99,7 +99,10 @@ def evaluated(success, seed, world="push_t"):
         steps=len(success),
         **shared,
     )
-    return {"tuned": {"deterministic": found.to_json(), "stochastic": found.to_json()}, "seconds": 60.0 + seed}
+    return {
+        "tuned": {"deterministic": evaluation.to_json(), "stochastic": evaluation.to_json()},
+        "seconds": 60.0 + seed,
+    }
 
 
 def run(setting, seed, success=None, **more):
@@ -168,9 +171,12 @@ def swept(tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_failed_run_is_listed_and_the_others_go_on(swept):
-    folder, said = swept
-    assert said.returncode == 1, said.stderr
-    assert said.stdout.count("Failed: ") == 2 and "steps=6, seed 1: runs/collect/reach_planar/1/dataset" in said.stdout
+    folder, process = swept
+    assert process.returncode == 1, process.stderr
+    assert (
+        process.stdout.count("Failed: ") == 2
+        and "steps=6, seed 1: runs/collect/reach_planar/1/dataset" in process.stdout
+    )
     told = json.loads((folder / "table.json").read_text())
     assert [each["state"] for each in told["runs"]] == ["finished", "failed", "finished", "failed"]
     place = folder / "runs/sweep/train-reach_planar"

@@ -35,9 +35,9 @@ def test_a_detector_without_positives_or_predictions():
 def test_a_world_model_is_shown_with_what_is_unknown(capsys):
     validation = {"success": world_model.precision_recall(NO, NO), "reward_error": None, "steps": 6, "open_loop": {}}
     worldmodel.show(validation)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Reward error - of the variance; success head precision -, recall -" in said
-    assert "the success head cannot be evaluated" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Reward error - of the variance; success head precision -, recall -" in output
+    assert "the success head cannot be evaluated" in output
     report = Report(title="", subtitle="")
     _add_validation(report, validation)
     assert [row[1] for row in report.sections[0].rows] == ["-", "-", "-"]
@@ -45,9 +45,9 @@ def test_a_world_model_is_shown_with_what_is_unknown(capsys):
 
 def test_what_never_changes_is_not_foretold():
     recorded = SimpleNamespace(observation={"still": torch.ones(9, 2), "moves": torch.arange(18.0).reshape(9, 2)})
-    seen = {"still": torch.ones(4, 2), "moves": torch.arange(8.0).reshape(4, 2)}
-    found = world_model._scores(seen, recorded, torch.arange(4), torch.ones(4, dtype=torch.bool))  # type: ignore[arg-type]
-    assert found == {"moves": 0.0}
+    observation = {"still": torch.ones(4, 2), "moves": torch.arange(8.0).reshape(4, 2)}
+    score = world_model._scores(observation, recorded, torch.arange(4), torch.ones(4, dtype=torch.bool))  # type: ignore[arg-type]
+    assert score == {"moves": 0.0}
 
 
 def test_a_critic_of_returns_that_are_all_the_same_explains_nothing():
@@ -62,12 +62,12 @@ def test_policies_that_are_equally_good_are_in_no_order():
 
     alike, apart = judged((0.5, 0.5, 0.5)), judged((0.2, 0.5, 0.8))
     draws = np.random.default_rng(0)
-    found = rank(real=alike, model=apart, generator=draws, resamples=50)
-    assert [name for name, each in found.statistics.items() if each.value is not None] == [
+    ranking = rank(real=alike, model=apart, generator=draws, resamples=50)
+    assert [name for name, each in ranking.statistics.items() if each.value is not None] == [
         "mean_absolute_error",
         "bias",
     ]
-    assert any("mmrv is undefined" in text for text in found.warnings)
+    assert any("mmrv is undefined" in text for text in ranking.warnings)
     assert rank(real=apart, model=alike, generator=draws, resamples=50).statistics["mmrv"].value > 0
     with pytest.raises(DataError, match="at least three policies"):
         rank(real=judged((0.2, 0.8)), model=judged((0.2, 0.8)), generator=draws)
@@ -106,5 +106,5 @@ def test_a_policy_is_not_said_to_imitate_where_all_actions_are_the_same():
         tasks=("a", "a"),
     )
     policy = SimpleNamespace(spec=SimpleNamespace(observation={STATE: Field((2,))}, history=1, prediction=1))
-    (found,) = check_policy_on_data(policy, episodes, torch.Generator(), 12, None)  # type: ignore[arg-type]
-    assert found.health is Health.UNKNOWN and "all recorded actions are equal" in found.measured
+    (finding,) = check_policy_on_data(policy, episodes, torch.Generator(), 12, None)  # type: ignore[arg-type]
+    assert finding.health is Health.UNKNOWN and "all recorded actions are equal" in finding.measured

@@ -213,11 +213,11 @@ def test_a_policy_is_improved_from_recorded_data_and_put_before_a_gate(root, cap
     chosen = [f"offline.policy={base}", "offline.agent=td3_bc", "gate.evaluators=[fqe]", "run.name=off"]
     assert run(root, "offline", str(data), *OFFLINE, *chosen) == 0
     folder = root / "offline" / "off" / "0"
-    found = json.loads((folder / "result.json").read_text())
-    assert found["env_steps"] == 0 and len(found["rounds"]) == 2 and found["selected_by"] == ["fitted Q evaluation"]
-    assert found["held_out"] == 7 and found["episodes"] == 17  # 30 % of 24 are the judges'
-    said = capsys.readouterr().out
-    assert said.count(" round ") == 2 and "of 2 candidates accepted" in said and "reach_planar" in said
+    result = json.loads((folder / "result.json").read_text())
+    assert result["env_steps"] == 0 and len(result["rounds"]) == 2 and result["selected_by"] == ["fitted Q evaluation"]
+    assert result["held_out"] == 7 and result["episodes"] == 17  # 30 % of 24 are the judges'
+    output = capsys.readouterr().out
+    assert output.count(" round ") == 2 and "of 2 candidates accepted" in output and "reach_planar" in output
     page = (folder / "report.html").read_text()
     assert "Gate" in page and "judged by fitted Q evaluation" in page
     assert run(root, "offline", str(data), *OFFLINE, *chosen) == 0
@@ -225,8 +225,8 @@ def test_a_policy_is_improved_from_recorded_data_and_put_before_a_gate(root, cap
     model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
     judges = ["gate.evaluators=[model,critic,fqe]", f"gate.models=[{model}]", f"gate.data=[{data}]"]
     assert run(root, "gate", str(folder / "checkpoint"), str(base), *OFFLINE[-3:], *judges) in (0, 1)
-    said = capsys.readouterr().out
-    assert said.count("judged by") == 3 and "success in the imagined reach_planar" in said
+    output = capsys.readouterr().out
+    assert output.count("judged by") == 3 and "success in the imagined reach_planar" in output
     policies = [base, root / "offline" / "off" / "0" / "base", folder / "checkpoint"]
     asked = f"bakeoff.policies=[{','.join(map(str, policies))}]"
     assert run(root, "bakeoff", asked, "bakeoff.episodes=8", *OFFLINE[-3:], *judges) == 0

@@ -58,9 +58,9 @@ def run(built, tmp_path_factory):
     def command(*words: str, status: int = 0, **more) -> str:
         given = {"cwd": work, "env": clean, "text": True, "stdin": subprocess.DEVNULL, **more}
         done = subprocess.run([binaries / words[0], *words[1:]], capture_output=True, timeout=240, **given)
-        said = " ".join((done.stdout + done.stderr).split())
-        assert done.returncode == status and "Traceback" not in said, f"{words}: {done.returncode}\n{said[-3000:]}"
-        return said
+        text = " ".join((done.stdout + done.stderr).split())
+        assert done.returncode == status and "Traceback" not in text, f"{words}: {done.returncode}\n{text[-3000:]}"
+        return text
 
     command.work, command.binaries, command.environment = work, binaries, clean
     return command
@@ -72,7 +72,7 @@ def link_declared(target: Path, wheel: Path) -> None:
         metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = archive.read(metadata).decode().splitlines()
     waiting = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
-    seen: set[tuple[str, str]] = set()
+    pairs: set[tuple[str, str]] = set()
     waiting = [(text, "") for text in waiting]
     while waiting:
         text, extra = waiting.pop()
@@ -80,13 +80,13 @@ def link_declared(target: Path, wheel: Path) -> None:
         if needed.marker is not None and not needed.marker.evaluate({"extra": extra}):
             continue
         for each in ("", *needed.extras):
-            if (needed.name, each) not in seen:
-                seen.add((needed.name, each))
-                found = distribution(needed.name)
-                waiting += [(text, each) for text in found.requires or ()]
-                for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            if (needed.name, each) not in pairs:
+                pairs.add((needed.name, each))
+                package = distribution(needed.name)
+                waiting += [(text, each) for text in package.requires or ()]
+                for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
                     if not top.endswith(".pth") and not (target / top).exists():
-                        (target / top).symlink_to(Path(found.locate_file(top)).absolute())
+                        (target / top).symlink_to(Path(package.locate_file(top)).absolute())
 
 
 def test_wheel_and_sdist_hold_what_is_needed(built):
@@ -105,9 +105,9 @@ def test_wheel_and_sdist_hold_what_is_needed(built):
 
 
 def test_the_installed_package_is_the_one_that_runs(run):
-    said = run("python", "-c", "import robopolicy, sims, worldmodels, sys\nfor each in (robopolicy, sims, worldmodels):"
+    text = run("python", "-c", "import robopolicy, sims, worldmodels, sys\nfor each in (robopolicy, sims, worldmodels):"
                " print(each.__file__)\nprint(sys.path)")  # fmt: skip
-    assert str(ROOT) not in said and said.count("site-packages/") >= 3
+    assert str(ROOT) not in text and text.count("site-packages/") >= 3
 
 
 def test_the_whole_job_without_the_checkout(run):
@@ -135,7 +135,7 @@ def serve_and_drive(run, checkpoint: str) -> str:
         words, cwd=run.work, env=run.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     try:
-        port = next(found[1] for line in server.stdout if (found := re.search(r"ws://[^:]+:(\d+)", line)))
+        port = next(match[1] for line in server.stdout if (match := re.search(r"ws://[^:]+:(\d+)", line)))
         return run("robopolicy", "drive", f"drive.port={port}", "drive.episodes=1", "drive.rate=-1")
     finally:
         server.terminate()
@@ -146,8 +146,8 @@ def test_every_recipe_composes_and_every_verb_explains_itself(run):
     from robopolicy.verbs.verb import VERBS
 
     for name in VERBS.ours:
-        said = run("robopolicy", name, "--help")
-        assert f"robopolicy {name}" in said and "KEY=VALUE" in said
+        output = run("robopolicy", name, "--help")
+        assert f"robopolicy {name}" in output and "KEY=VALUE" in output
     for path in (ROOT / "configs/recipe").glob("*.yaml"):
         run("robopolicy", "finetune", f"recipe={path.stem}", "--help")
 
@@ -164,8 +164,8 @@ def test_every_recipe_composes_and_every_verb_explains_itself(run):
 )
 def test_other_verbs(run, words, texts):
     status = 2 if words[0] == "bench" else 0
-    said = run("robopolicy", *words, status=status)
-    assert all(text in said for text in texts)
+    output = run("robopolicy", *words, status=status)
+    assert all(text in output for text in texts)
 
 
 @pytest.mark.parametrize(

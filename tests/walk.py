@@ -99,15 +99,15 @@ def walk(command: list[str], until: str = "policy_loss") -> Walk:
     import robopolicy
     from robopolicy.cli import main
 
-    found = Walk(Path(robopolicy.__file__).parents[1], until)
-    sys.setprofile(found)
+    profile = Walk(Path(robopolicy.__file__).parents[1], until)
+    sys.setprofile(profile)
     try:
         main(command)
     except Arrived:
         pass
     finally:
         sys.setprofile(None)
-    return found
+    return profile
 
 
 def report(found: Walk) -> str:

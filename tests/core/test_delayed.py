@@ -24,8 +24,8 @@ def test_it_keeps_every_promise_of_a_world(name, steps):
 def test_it_does_what_was_decided_so_many_steps_later():
     steps, rows, seeds = 3, 4, np.arange(4)
     late, now = make_world("pick_place", rows, latency_steps=steps), make_world("pick_place", rows)
-    seen, expected = late.reset(seeds=seeds), now.reset(seeds=seeds)
-    np.testing.assert_array_equal(seen[QUEUE], np.zeros((rows, 1, 4 * steps), np.float32))
+    observation, expected = late.reset(seeds=seeds), now.reset(seeds=seeds)
+    np.testing.assert_array_equal(observation[QUEUE], np.zeros((rows, 1, 4 * steps), np.float32))
     draws = np.random.default_rng(0)
     queue: list[np.ndarray] = []
     for chunk in (2, 5, 1, 4):  # shorter and longer than the delay
@@ -73,13 +73,13 @@ def test_a_policy_there_does_what_it_does_under_a_simulated_delay():
 
     acting = with_chunking(Says(), "prefetch", Delay(steps))
     late.reset(seeds=np.arange(rows))
-    seen = now.reset(seeds=np.arange(rows))
+    first_observation = now.reset(seeds=np.arange(rows))
     for decided in drawn[:5]:
-        tensors = {key: torch.tensor(value) for key, value in seen.items() if key != "task"}
+        tensors = {key: torch.tensor(value) for key, value in first_observation.items() if key != "task"}
         one = now.step(acting.act(tensors, torch.Generator()).actions.numpy())
         other = late.step(decided)
         np.testing.assert_allclose(one.observation[STATE], other.observation[STATE], atol=1e-12)
-        seen = one.observation
+        first_observation = one.observation
 
 
 def _spec(world, chunk, prediction):
@@ -94,18 +94,18 @@ def test_an_expert_sees_the_moment_at_which_its_decision_counts(name):
     played = record(late, build_controller(section, late), seeds)
     expert = load_task(name).expert()
     expert.reset()
-    seen = now.reset(seeds=seeds)
+    observation = now.reset(seeds=seeds)
     still = np.zeros((4, 1, *now.spec.action.shape))
     still[..., 3:] = 1.0  # an open gripper, as the expert begins
     for _ in range(steps):
-        seen = now.step(still).observation
+        observation = now.step(still).observation
     first = played.starts
     for place in range(8):
-        action = np.clip(expert.act(seen), -1, 1)
+        action = np.clip(expert.act(observation), -1, 1)
         np.testing.assert_allclose(played.actions[first + place].numpy(), action, atol=1e-6)
-        seen = now.step(action[:, None]).observation
+        observation = now.step(action[:, None]).observation
         there = played.observation[STATE][played.frame_starts + steps + place + 1].numpy()
-        np.testing.assert_allclose(there, seen[STATE][:, -1], atol=1e-6)
+        np.testing.assert_allclose(there, observation[STATE][:, -1], atol=1e-6)
     assert played.success is not None and bool(played.success.all())
 
 
@@ -138,9 +138,9 @@ def test_a_gripper_that_waits_is_recorded_as_the_world_shows_it():
     now, late = make_world("pick_place", 1), make_world("pick_place", 1, latency_steps=steps)
     recorded = record(now, load_task("pick_place").expert(), [0])
     read = delayed(recorded, steps)
-    seen = [late.reset(seeds=[0])[QUEUE][:, 0]]
-    seen += [late.step(action[None, None].numpy()).observation[QUEUE][:, 0] for action in read.actions[:4]]
-    np.testing.assert_allclose(read.observation[QUEUE][:5].numpy(), np.concatenate(seen), atol=1e-7)
+    observation = [late.reset(seeds=[0])[QUEUE][:, 0]]
+    observation += [late.step(action[None, None].numpy()).observation[QUEUE][:, 0] for action in read.actions[:4]]
+    np.testing.assert_allclose(read.observation[QUEUE][:5].numpy(), np.concatenate(observation), atol=1e-7)
     positions = delayed(recorded, steps, "last").observation[QUEUE][1].numpy()
     # x, y, z are moves by their unit: kept, they would go on moving the arm.
     np.testing.assert_allclose(positions[:4], [0.0, 0.0, 0.0, recorded.actions[0, 3]])

@@ -53,7 +53,7 @@ def test_episodes_end_as_by_hand(terminate_on_success):
     rows, draws = started(terminate_on_success=terminate_on_success, cuts=True), np.random.default_rng(3)
     names = ("success", "terminated", "truncated", "horizon_end")
     hand: list[dict] = [{"steps": 0, **dict.fromkeys(names, False)} for _ in range(BATCH)]
-    seen = set()
+    patterns = set()
     for _ in range(5):
         running, index = np.flatnonzero(rows.running), rows.running_index
         flags = [draws.random((len(running), CHUNK)) < 0.07 for _ in range(4)]
@@ -64,10 +64,10 @@ def test_episodes_end_as_by_hand(terminate_on_success):
             assert moved.length[place] == length
             assert moved.live[place].sum() == length
             assert moved.first[place].tolist() == first
-            seen.add(tuple(hand[row][name] for name in names[1:]))
+            patterns.add(tuple(hand[row][name] for name in names[1:]))
         for name in ("steps", *names):
             assert rows.arrays[name].tolist() == [row[name] for row in hand]
-    assert len(seen) == 4
+    assert len(patterns) == 4
     assert not rows.running.any()
     assert np.asarray(rows.running_index).tolist() == []
 

@@ -21,21 +21,21 @@ def pictured(count: int = 3, length: int = 4, seed: int = 0, history: int = 2, p
     """
     draws = torch.Generator().manual_seed(seed)
     ended = torch.rand((count, length), generator=draws) < 0.4
-    store, seen, after = FrameStore(packed=packed), [], []
+    store, windows, after = FrameStore(packed=packed), [], []
 
     def fresh() -> torch.Tensor:
         return torch.randint(0, 255, (count, 1, 2, 2, 3), generator=draws, dtype=torch.uint8)
 
     window = fresh().repeat_interleave(history, 1)
     for column in range(length):
-        seen.append(window)
+        windows.append(window)
         then = torch.cat([window[:, 1:], fresh()], 1)
         after.append(then)
         start = fresh().expand_as(then)
         window = torch.where(ended[:, column, None, None, None, None], start, then)
     last = ended.clone()
     last[:, -1] = True
-    numbers = torch.stack([store.add({CAMERA: window}) for window in seen], 1)
+    numbers = torch.stack([store.add({CAMERA: window}) for window in windows], 1)
     then = torch.stack([store.add({CAMERA: window}) for window in after], 1)
     kept = torch.where(last[..., None], 1 + then, 0)
     no, row = torch.zeros_like(ended), torch.arange(count)
@@ -44,7 +44,7 @@ def pictured(count: int = 3, length: int = 4, seed: int = 0, history: int = 2, p
     return Rollouts(
         observation={STATE: state},
         next_observation={STATE: state + 1},
-        latents={"seen": torch.stack(seen, 1), "after": torch.stack(after, 1), "kept": last},
+        latents={"seen": torch.stack(windows, 1), "after": torch.stack(after, 1), "kept": last},
         actions=state[:, :, :, :1],
         logp_behaviour=state[:, :, 0],
         mask=torch.ones(count, length, 2, dtype=torch.bool),
@@ -109,9 +109,9 @@ def test_images_are_those_that_were_shown_through_selection_and_joining(packed, 
         alive, kept = part.alive, part.latents["kept"]
         for where, following in ((alive, False), (kept & alive, True)):
             expected = part.latents["after" if following else "seen"][where]
-            found = visible(part, where, following=following, images=True)
-            assert torch.equal(found[CAMERA], expected)
-            assert set(found) == {STATE, CAMERA, TASK}
+            observation = visible(part, where, following=following, images=True)
+            assert torch.equal(observation[CAMERA], expected)
+            assert set(observation) == {STATE, CAMERA, TASK}
         assert part.shown == {STATE: (1, 2), CAMERA: (2, 2, 2, 3)}
 
 

@@ -47,21 +47,21 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_path_is_called_what_it_is(tmp_path, name):
-    write, said = WRITTEN[name]
+    write, description = WRITTEN[name]
     assert described_path(tmp_path / name) == ""
     write(tmp_path / name)
-    assert described_path(tmp_path / name).startswith(said)
+    assert described_path(tmp_path / name).startswith(description)
 
 
 def test_a_folder_is_called_by_what_it_holds(tmp_path):
     for name in "abcde":
         (tmp_path / name).touch()
     assert described_path(tmp_path) == "a folder with a, b, c and 2 more"
-    for name, said in (
+    for name, description in (
         ("checkpoint/config.json", f"a run folder; its checkpoint is {tmp_path / 'checkpoint'}"),
         (".zgroup", "a zarr store"),
         ("meta/info.json", "a LeRobotDataset"),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
-        assert described_path(tmp_path) == said
+        assert described_path(tmp_path) == description

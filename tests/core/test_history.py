@@ -22,14 +22,14 @@ def slow(frames: list[np.ndarray], history: int) -> np.ndarray:
 def test_a_window_moves_like_a_queue(history, shape):
     draws = np.random.default_rng(history)
     rows, chunk = 6, 4
-    seen = [[draws.random(shape)] for _ in range(rows)]
-    window = begin(np.stack([np.stack(frames) for frames in seen]), history)
+    rows_of_frames = [[draws.random(shape)] for _ in range(rows)]
+    window = begin(np.stack([np.stack(frames) for frames in rows_of_frames]), history)
     for _ in range(3):
         new, length = draws.random((rows, chunk, *shape)), draws.integers(0, chunk + 1, rows)
         window = move(window, new, length)
         for row in range(rows):
-            seen[row] += list(new[row, : length[row]])
-            assert np.array_equal(window[row], slow(seen[row], history))
+            rows_of_frames[row] += list(new[row, : length[row]])
+            assert np.array_equal(window[row], slow(rows_of_frames[row], history))
     new = draws.random((rows, chunk, *shape))
     every = np.full(rows, chunk)
     assert np.array_equal(move(window, new), latest(np.concatenate([window, new], 1), every, history))
@@ -49,9 +49,11 @@ def test_frames_after_the_end_repeat_the_last_and_places_say_which_frames_are_ne
 
 
 def test_who_reads_less_of_the_past_sees_its_newest_frames():
-    seen = {"a": np.arange(24.0).reshape(2, 4, 3), "b": np.arange(8.0).reshape(2, 4), "task": np.array(["", ""])}
+    observation = {"a": np.arange(24.0).reshape(2, 4, 3), "b": np.arange(8.0).reshape(2, 4), "task": np.array(["", ""])}
     fields = {"a": Field((3,)), "b": Field((4,)), "c": Field((1,))}
-    found = newest(seen, fields, 2)
-    assert np.array_equal(found["a"], seen["a"][:, 2:])
-    assert found["b"] is seen["b"] and found["task"] is seen["task"]  # no window, and nobody's field
-    assert newest(seen, fields, 4) is seen and newest(seen, fields, 5) is seen
+    newest_frames = newest(observation, fields, 2)
+    assert np.array_equal(newest_frames["a"], observation["a"][:, 2:])
+    assert (
+        newest_frames["b"] is observation["b"] and newest_frames["task"] is observation["task"]
+    )  # no window, and nobody's field
+    assert newest(observation, fields, 4) is observation and newest(observation, fields, 5) is observation

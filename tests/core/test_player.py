@@ -103,15 +103,15 @@ def test_rows_that_end_are_left_alone_and_spare_rows_are_not_played():
 
 
 def test_rows_that_end_are_given_what_is_waiting_and_the_actor_forgets_them():
-    world, policy, waiting, seen = Countdown(2), Constant(), [4, 1, 2], []
+    world, policy, waiting, states = Countdown(2), Constant(), [4, 1, 2], []
     player = policy_player(world, policy)
     player.start([1, 5])
     for played in player:
-        seen += player.observation[STATE][played.ended, -1].tolist()
+        states += player.observation[STATE][played.ended, -1].tolist()
         rows = np.flatnonzero(played.ended)[: len(waiting)]
         if len(rows):
             player.start([waiting.pop(0) for _ in rows], rows)
-    assert sorted(seen) == [[1, 1], [1, 1], [2, 2], [4, 4], [5, 5]]
+    assert sorted(states) == [[1, 1], [1, 1], [2, 2], [4, 4], [5, 5]]
     assert policy.forgotten[0] is None
     assert sorted(row for rows in policy.forgotten[1:] for row in rows) in ([0, 0, 1], [0, 0, 0], [0, 1, 1])
 

@@ -71,11 +71,11 @@ def begun(seeds, noise: int = 0) -> EpisodeGenerator:
 
 def drawn(seeds, draw, noise: int = 0, decisions: int = 1) -> list[torch.Tensor]:
     """What `draw(generator, B)` gives the rows of these seeds in each of some decisions."""
-    generator, found = begun(seeds, noise), []
+    generator, values = begun(seeds, noise), []
     for _ in range(decisions):
         with generator.decision():
-            found.append(draw(generator, len(seeds)))
-    return found
+            values.append(draw(generator, len(seeds)))
+    return values
 
 
 OWN = {
@@ -145,8 +145,8 @@ def test_an_ordinary_generator_draws_what_torch_draws():
 
 def test_normals_have_the_moments_of_normals_and_nothing_follows_from_a_neighbour():
     """Episodes of adjacent seeds, decisions and numbers in a row: [decision, seed, number]."""
-    found = torch.stack(drawn(np.arange(400), lambda g, rows: normal((rows, 40), g), decisions=20)).double()
-    count, flat = found.numel(), found.flatten()
+    values = torch.stack(drawn(np.arange(400), lambda g, rows: normal((rows, 40), g), decisions=20)).double()
+    count, flat = values.numel(), values.flatten()
     error = count**-0.5
     assert abs(float(flat.mean())) < 4 * error
     assert abs(float(flat.var()) - 1) < 4 * 2**0.5 * error
@@ -154,9 +154,9 @@ def test_normals_have_the_moments_of_normals_and_nothing_follows_from_a_neighbou
     assert abs(float((flat**4).mean()) - 3) < 4 * 96**0.5 * error
     assert stats.kstest(flat.numpy(), "norm").pvalue > 1e-3
     for axis in range(3):
-        size = found.shape[axis]
+        size = values.shape[axis]
         for by in (1, 2, 7):
-            first, second = found.narrow(axis, 0, size - by), found.narrow(axis, by, size - by)
+            first, second = values.narrow(axis, 0, size - by), values.narrow(axis, by, size - by)
             for one, other in ((first, second), (first**2 - 1, second**2 - 1)):
                 assert abs(float((one * other).mean())) < 4.5 * (one * other).std() * first.numel() ** -0.5
     noises = torch.stack([drawn(np.arange(400), lambda g, rows: normal((rows, 40), g), noise=n)[0] for n in range(8)])
@@ -165,26 +165,26 @@ def test_normals_have_the_moments_of_normals_and_nothing_follows_from_a_neighbou
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_uniforms_of_rows_stay_below_one(dtype):
-    found = drawn(np.arange(50), lambda g, rows: uniform((rows, 2000), g, dtype=dtype))[0]
-    assert found.dtype == dtype and bool((found >= 0).all()) and bool((found < 1).all())
-    np.testing.assert_allclose(found.double().mean(), 0.5, atol=0.01)
+    values = drawn(np.arange(50), lambda g, rows: uniform((rows, 2000), g, dtype=dtype))[0]
+    assert values.dtype == dtype and bool((values >= 0).all()) and bool((values < 1).all())
+    np.testing.assert_allclose(values.double().mean(), 0.5, atol=0.01)
 
 
 def test_the_numbers_of_strangers_have_the_law_that_they_ask_for():
     rows = np.arange(3000)
-    found = {name: drawn(rows, draw)[0].double() for name, draw in STRANGERS.items()}
+    values = {name: drawn(rows, draw)[0].double() for name, draw in STRANGERS.items()}
     for name in ("randn", "randn_of_steps", "global_randn", "randn_like", "normal_of_means", "distribution"):
-        assert stats.kstest(found[name].flatten().numpy(), "norm").pvalue > 1e-3, name
-    assert stats.kstest((found["normal"].flatten().numpy() - 0.5) / 2, "norm").pvalue > 1e-3
-    assert stats.kstest((found["normal_"].flatten().numpy() - 1) / 0.5, "norm").pvalue > 1e-3
-    assert stats.kstest(found["rand"].flatten().numpy(), "uniform").pvalue > 1e-3
-    assert stats.kstest((found["uniform_"].flatten().numpy() + 1) / 2, "uniform").pvalue > 1e-3
-    assert stats.kstest(found["exponential_"].flatten().numpy(), "expon").pvalue > 1e-3
-    assert (found["randint"].min(), found["randint"].max()) == (1, 999)
+        assert stats.kstest(values[name].flatten().numpy(), "norm").pvalue > 1e-3, name
+    assert stats.kstest((values["normal"].flatten().numpy() - 0.5) / 2, "norm").pvalue > 1e-3
+    assert stats.kstest((values["normal_"].flatten().numpy() - 1) / 0.5, "norm").pvalue > 1e-3
+    assert stats.kstest(values["rand"].flatten().numpy(), "uniform").pvalue > 1e-3
+    assert stats.kstest((values["uniform_"].flatten().numpy() + 1) / 2, "uniform").pvalue > 1e-3
+    assert stats.kstest(values["exponential_"].flatten().numpy(), "expon").pvalue > 1e-3
+    assert (values["randint"].min(), values["randint"].max()) == (1, 999)
     for name in ("multinomial", "categorical"):
-        shares = torch.bincount(found[name].flatten().long()) / found[name].numel()
+        shares = torch.bincount(values[name].flatten().long()) / values[name].numel()
         np.testing.assert_allclose(shares, WEIGHTS, atol=0.01)
-    np.testing.assert_allclose(found["bernoulli"].mean(), 0.5, atol=0.01)
+    np.testing.assert_allclose(values["bernoulli"].mean(), 0.5, atol=0.01)
     alone = drawn(rows, lambda g, count: torch.multinomial(WEIGHTS.expand(count, 3), 2))[0]
     assert bool((alone[:, 0] != alone[:, 1]).all())
     np.testing.assert_allclose(torch.bincount(alone[:, 0]) / len(rows), WEIGHTS, atol=0.03)
@@ -209,9 +209,9 @@ def test_a_policy_that_draws_by_torch_later_only_is_said_once_and_watched_from_t
     with pytest.warns(RobopolicyWarning, match="world.batch_size"), generator.decision():
         torch.randn(3, 2, generator=generator)
     with generator.decision():
-        found = torch.randn(3, 2, generator=generator)
+        values = torch.randn(3, 2, generator=generator)
     torch.testing.assert_close(
-        found, drawn([1, 2, 3], lambda g, rows: torch.randn(rows, 2), decisions=4)[3], rtol=0, atol=0
+        values, drawn([1, 2, 3], lambda g, rows: torch.randn(rows, 2), decisions=4)[3], rtol=0, atol=0
     )
 
 

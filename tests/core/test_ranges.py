@@ -35,8 +35,8 @@ def numbers(kind: Any = Config, path: tuple[str, ...] = ()) -> Iterator[tuple[tu
         if isinstance(hint, type) and issubclass(hint, Tagged):
             inside = place if hint.beside else (*place, "config")
             for each in hint.kinds.ours:
-                for found, kinds, inner in numbers(hint.kinds.configuration(each), inside):
-                    yield found, {**kinds, ".".join(place): each}, inner
+                for setting_path, kinds, inner in numbers(hint.kinds.configuration(each), inside):
+                    yield setting_path, {**kinds, ".".join(place): each}, inner
         if dataclasses.is_dataclass(hint):
             yield from numbers(hint, place)
         elif plain := [part for part in parts(hint) if part in (int, float)]:
@@ -84,17 +84,17 @@ def test_no_number_of_any_setting_is_nan_infinite_or_endless():
     assert len(EVERY) > 600
     for path, kinds, (kind, hint) in EVERY:
         for value in (float("nan"), float("-inf"), 1e308 if kind is float else 2.0**70):
-            said = refused(path, kinds, hint, value)
-            assert ".".join(path) in said, (path, value, said)
-            assert len(said) < 300
+            message = refused(path, kinds, hint, value)
+            assert ".".join(path) in message, (path, value, message)
+            assert len(message) < 300
 
 
 def test_every_setting_declares_its_range_or_is_free():
     for path, kinds, (kind, hint) in EVERY:
         if FREE & {path[-1], ".".join(path)}:
             continue
-        said = refused(path, kinds, hint, kind(-1))
-        assert ".".join(path) in said, (path, said)
+        message = refused(path, kinds, hint, kind(-1))
+        assert ".".join(path) in message, (path, message)
 
 
 @pytest.mark.parametrize("size", [0, -1, 100_000, (64, 0), True, "64", 6.4])

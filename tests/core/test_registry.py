@@ -38,7 +38,9 @@ def test_what_is_not_is_refused(path, text):
 def test_a_package_that_an_extra_does_not_allow_is_named(monkeypatch):
     installed = {"mujoco": "4.0.0", "gymnasium-robotics": "1.4.2"}
     monkeypatch.setattr(importlib.metadata, "version", installed.__getitem__)
-    said = extra_conflict("robotics")
-    assert "mujoco 4.0.0 is installed, and robotics works with mujoco<3.12: pip install 'robopolicy[robotics]'" in said
+    sentence = extra_conflict("robotics")
+    assert (
+        "mujoco 4.0.0 is installed, and robotics works with mujoco<3.12: pip install 'robopolicy[robotics]'" in sentence
+    )
     installed["mujoco"] = "3.11.0"
     assert extra_conflict("robotics") == "" and extra_conflict("no_extra") == ""

@@ -32,9 +32,9 @@ ODD = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in ODD.items() for value in values])
 def test_what_no_world_takes_is_refused_by_name(name, value):
-    with pytest.raises(CheckpointError, match=name) as said:
+    with pytest.raises(CheckpointError, match=name) as error:
         check_saved_options({name: value}, "somewhere")
-    assert len(str(said.value)) < 400
+    assert len(str(error.value)) < 400
     origin = WorldOrigin("reach_planar", {name: value})
     with pytest.raises(CheckpointError, match=name):
         trusted_options(origin, "somewhere", {})

@@ -88,11 +88,11 @@ def test_other_bounds_and_rates_are_said_once() -> None:
         require_fit(POLICY, fast)
     require_silence(POLICY, world(action=replace(ACTION, low=-np.inf, high=np.inf)))
     require_silence(replace(POLICY, fps=0.0), fast)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("default")
         for _ in range(3):
             require_fit(POLICY, fast)
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 def test_control_rates_that_lerobot_rounded_are_one() -> None:

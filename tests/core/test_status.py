@@ -87,11 +87,11 @@ def test_a_killed_process_is_told_by_its_lock(tmp_path):
 
 
 def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
-    found = status.begin(tmp_path / "0")
+    run_status = status.begin(tmp_path / "0")
     monkeypatch.setattr(status.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with progress("x", 2) as advance:
         advance()
-    found.end(FINISHED)
+    run_status.end(FINISHED)
 
 
 def test_runs_of_older_versions_have_no_status(tmp_path):

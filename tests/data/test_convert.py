@@ -52,10 +52,10 @@ def steps_of(episodes, key):
 
 
 def same_pictures(episodes, key, tolerance):
-    found = steps_of(episodes, key).astype(int)
+    frames = steps_of(episodes, key).astype(int)
     wanted = np.concatenate([each.image[:-1] for each in recorded()]).astype(int)
-    assert found.shape == wanted.shape == (sum(LENGTHS), HEIGHT, WIDTH, 3)
-    assert np.abs(found - wanted).max() <= tolerance
+    assert frames.shape == wanted.shape == (sum(LENGTHS), HEIGHT, WIDTH, 3)
+    assert np.abs(frames - wanted).max() <= tolerance
 
 
 def same_actions(episodes):
@@ -165,9 +165,9 @@ def test_older_lerobot(tmp_path, version, images):
     source = write_older_lerobot(tmp_path / "old", version, images)
     episodes = converted(source, tmp_path / "out", "convert.images=png")
     paths = sorted(source.glob("data/*/*.parquet"))
-    for name, found in (("action", episodes.actions.numpy()), (STATE, steps_of(episodes, STATE))):
+    for name, values in (("action", episodes.actions.numpy()), (STATE, steps_of(episodes, STATE))):
         stored = np.concatenate([np.stack(pq.read_table(path)[name].to_numpy()) for path in paths])
-        assert np.array_equal(found, stored)
+        assert np.array_equal(values, stored)
     same_pictures(episodes, TOP.format("top"), 0 if images == "image" else 12)
     assert episodes.tasks == ("push", "pull", "push") and episodes.fps == 10
     assert episodes.action_field.names == ("a", "b", "c")
@@ -310,14 +310,14 @@ def test_every_printed_command_works(tmp_path, capsys, monkeypatch):
     ]  # fmt: skip
     for source in made:
         assert main(["doctor", str(source), "world=push_t"]) == 2
-        said = " ".join(capsys.readouterr().err.split())
-        assert "does not exist" not in said
-        command = re.search(r"robopolicy (convert \S+ \S+( convert.fps=\d+)?)", said)
-        assert command, said
+        output = " ".join(capsys.readouterr().err.split())
+        assert "does not exist" not in output
+        command = re.search(r"robopolicy (convert \S+ \S+( convert.fps=\d+)?)", output)
+        assert command, output
         assert main(command[1].split()) == 0
         capsys.readouterr()
 
 
 def test_conversion_in_python(tmp_path):
-    with Conversion([write_minari(tmp_path / "toy")], ConvertConfig(fps=20.0)) as found:
-        assert found.write(tmp_path / "out") == (3, sum(LENGTHS))
+    with Conversion([write_minari(tmp_path / "toy")], ConvertConfig(fps=20.0)) as conversion:
+        assert conversion.write(tmp_path / "out") == (3, sum(LENGTHS))

@@ -22,10 +22,10 @@ def refused(tmp_path, capsys):
         before = sorted(tmp_path.rglob("*"))
         given = ["convert", str(source), str(tmp_path / "out"), *(["convert.fps=10"] if fps else []), *settings]
         assert main(given) == 2
-        said = " ".join(capsys.readouterr().err.split())
-        assert said.startswith("Error: ") and "Traceback" not in said and "unexpected" not in said.lower()
+        output = " ".join(capsys.readouterr().err.split())
+        assert output.startswith("Error: ") and "Traceback" not in output and "unexpected" not in output.lower()
         assert sorted(tmp_path.rglob("*")) == before
-        return said
+        return output
 
     return check
 
@@ -96,8 +96,8 @@ HDF5 = {
 
 @pytest.mark.parametrize("wrong", HDF5)
 def test_hdf5_that_is_not_what_it_promises(tmp_path, refused, wrong):
-    change, said = HDF5[wrong]
-    assert said in refused(changed(write_robomimic(tmp_path / "demo.hdf5"), change))
+    change, message = HDF5[wrong]
+    assert message in refused(changed(write_robomimic(tmp_path / "demo.hdf5"), change))
 
 
 def test_a_truncated_hdf5_file_is_damaged_wherever_it_is_given(tmp_path, refused, capsys):
@@ -134,8 +134,8 @@ def test_a_picture_that_is_no_picture(tmp_path, refused):
 
 
 def test_zarr_without_ends_of_episodes(tmp_path, refused):
-    said = refused(write_push_t(tmp_path / "p.zarr", ends=False))
-    assert "is a zarr without 'meta/episode_ends' [E], which defines where each episode ends" in said
+    message = refused(write_push_t(tmp_path / "p.zarr", ends=False))
+    assert "is a zarr without 'meta/episode_ends' [E], which defines where each episode ends" in message
 
 
 def test_zarr_of_objects_links_and_other_lengths(tmp_path, refused):
@@ -144,10 +144,10 @@ def test_zarr_of_objects_links_and_other_lengths(tmp_path, refused):
     group["data"].create_array("late", shape=(4, 2), dtype="f4")[:] = 1
     assert "'data/late' has 4 rows, but meta/episode_ends ends at 18" in refused(path)
     described = path / "data/action/.zarray"
-    said = json.loads(described.read_text())
-    described.write_text(json.dumps({**said, "dtype": "|O", "filters": [{"id": "pickle", "protocol": 4}]}))
+    description = json.loads(described.read_text())
+    described.write_text(json.dumps({**description, "dtype": "|O", "filters": [{"id": "pickle", "protocol": 4}]}))
     assert "contains Python objects (codec pickle), which are never read" in refused(path)
-    described.write_text(json.dumps({**said, "chunks": [2**45, 2], "shape": [2**45, 2]}))
+    described.write_text(json.dumps({**description, "chunks": [2**45, 2], "shape": [2**45, 2]}))
     assert "of memory, but only" in refused(path)
     (path / "data/state/.zarray").unlink()
     (path / "data/state/.zarray").symlink_to("/etc/hostname")
@@ -157,11 +157,11 @@ def test_zarr_of_objects_links_and_other_lengths(tmp_path, refused):
 def test_minari_that_lacks_episodes_or_is_arrow(tmp_path, refused):
     folder = write_minari(tmp_path / "toy")
     metadata = folder / "data/metadata.json"
-    said = json.loads(metadata.read_text())
-    metadata.write_text(json.dumps({**said, "total_episodes": 5}))
+    description = json.loads(metadata.read_text())
+    metadata.write_text(json.dumps({**description, "total_episodes": 5}))
     assert "declares 5 episodes but there are 3" in refused(folder)
     (folder / "data/main_data.hdf5").unlink()
-    metadata.write_text(json.dumps({**said, "data_format": "arrow"}))
+    metadata.write_text(json.dumps({**description, "data_format": "arrow"}))
     assert "stores its episodes as arrow, which is not supported" in refused(folder)
 
 
@@ -213,8 +213,8 @@ def test_older_lerobot_that_lacks_files_or_reaches_outside(tmp_path, refused):
 def test_sources_that_do_not_fit_together(tmp_path, refused):
     first = write_robomimic(tmp_path / "a.hdf5")
     other = changed(write_robomimic(tmp_path / "b.hdf5"), lambda file: file["data/demo_0/obs"].pop("object"))
-    said = refused(first, f"convert.merge=[{other}]")
-    assert "'observation.environment_state' is [2] in" in said and "and none in" in said
+    message = refused(first, f"convert.merge=[{other}]")
+    assert "'observation.environment_state' is [2] in" in message and "and none in" in message
     rates = {"env_args": json.dumps({"env_kwargs": {"control_freq": 5}})}
     slow = changed(write_robomimic(tmp_path / "c.hdf5"), lambda file: file["data"].attrs.update(rates))
     assert "have different frame rates" in refused(first, f"convert.merge=[{slow}]", fps=False)
@@ -255,5 +255,5 @@ def test_what_nobody_knows(tmp_path, refused):
 def test_data_of_another_format_is_never_said_not_to_exist(tmp_path, capsys, verb):
     path = write_robomimic(tmp_path / "demo.hdf5")
     assert main([verb, str(path), "world=push_t", f"run.root={tmp_path / 'runs'}"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "robomimic's HDF5. Convert it: robopolicy convert" in said and "not exist" not in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "robomimic's HDF5. Convert it: robopolicy convert" in output and "not exist" not in output

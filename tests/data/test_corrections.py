@@ -98,8 +98,8 @@ def test_who_acted_is_kept_by_selecting_joining_and_splitting():
 
 def test_a_dataset_says_who_acted_and_lerobot_reads_its_own_flag(tmp_path):
     write_dataset(episodes(), tmp_path / "own")
-    found = read_dataset(tmp_path / "own")
-    assert flags(found.actor) == ACTOR and flags(found.segment) == SEGMENT
+    episodes_read = read_dataset(tmp_path / "own")
+    assert flags(episodes_read.actor) == ACTOR and flags(episodes_read.segment) == SEGMENT
     table = pq.read_table(next((tmp_path / "own/data").glob("*/*.parquet")))
     assert table["intervention"].to_pylist() == [each > 0 for each in SEGMENT]
     write_dataset(replace(episodes(), actor=None, segment=None), tmp_path / "plain")
@@ -114,9 +114,9 @@ def test_flags_of_lerobots_recordings_are_read(tmp_path, name):
     described = json.loads(info.read_text())
     described["features"][name] = {"dtype": "bool", "shape": [1], "names": None}
     info.write_text(json.dumps(described))
-    found = read_dataset(tmp_path / "theirs")
-    assert flags(found.actor) == [int(each > 0) for each in SEGMENT]
-    assert flags(found.segment) == [2 * int(each > 0) for each in SEGMENT]
+    episodes_read = read_dataset(tmp_path / "theirs")
+    assert flags(episodes_read.actor) == [int(each > 0) for each in SEGMENT]
+    assert flags(episodes_read.segment) == [2 * int(each > 0) for each in SEGMENT]
 
 
 @pytest.mark.checks("RaC")
@@ -129,14 +129,14 @@ def test_batches_begin_and_stay_among_what_is_worth_imitating():
         steps = ((batch["actions"][:, 0, 0] + 1) / 2 * 13).round()
         return {int(step): flags(valid) for step, valid in zip(steps, batch["action_valid"], strict=True)}
 
-    found = learned(episodes())
-    assert set(found) == {2, 3, 4, 5, 6, 7, 8, 12, 13}
-    assert found[2] == found[3] == found[6] == [1, 1, 1] and found[4] == found[7] == found[12] == [1, 1, 0]
+    counts = learned(episodes())
+    assert set(counts) == {2, 3, 4, 5, 6, 7, 8, 12, 13}
+    assert counts[2] == counts[3] == counts[6] == [1, 1, 1] and counts[4] == counts[7] == counts[12] == [1, 1, 0]
     twice = episodes(
         actor=torch.tensor([0, 1, 0, 0, 0, 1, *ACTOR[6:]]), segment=torch.tensor([0, 2, 0, 0, 0, 2, *SEGMENT[6:]])
     )
-    found = learned(twice)
-    assert set(found) == {1, 5, 6, 7, 8, 12, 13} and found[1] == [1, 0, 0]  # the next one led to an intervention
+    counts = learned(twice)
+    assert set(counts) == {1, 5, 6, 7, 8, 12, 13} and counts[1] == [1, 0, 0]  # the next one led to an intervention
     with pytest.raises(DataError, match="No step in this data is suitable for imitation"):
         next(regression_batches(policy, twice.select([2]), 4, torch.Generator()))
 
@@ -146,14 +146,14 @@ def test_a_critic_is_told_neither_that_the_task_was_over_nor_what_the_operator_e
     data = episodes(rewards={"reward": torch.tensor([0.0, 1, 10, 10, 10, 100] + [0] * 8)})
     assert last_of_turn(data).tolist() == [1, 1, 4, 4, 4, 5] + [8] * 3 + [11] * 3 + [13] * 2
     interface = Interface(FIELDS, ACTION, chunk=3)
-    found = recorded_decisions(data, interface, 0.5).transitions
+    transitions = recorded_decisions(data, interface, 0.5).transitions
     # The policy's decisions end at the hand-over: paid what came until then, worth what comes from there on.
-    assert found.reward[:6].tolist() == [0.5, 1.0, 17.5, 15.0, 10.0, 100.0]
-    assert found.decay[:6].tolist() == [0.25, 0.5, 0.125, 0.25, 0.5, 0.5]
-    assert found.next_state[:6, 0].tolist() == pytest.approx([0.1, 0.1, 0.25, 0.25, 0.25, 0.3])
-    assert flags(found.terminated[:6]) == [0, 0, 0, 0, 0, 1]
-    assert found.action[0].tolist() == pytest.approx([-1, -1 + 2 / 13, -1 + 2 / 13])  # not the operator's
-    assert found.outcome[:2].tolist() == [-torch.inf] * 2 and bool(found.outcome[2:6].isfinite().all())
+    assert transitions.reward[:6].tolist() == [0.5, 1.0, 17.5, 15.0, 10.0, 100.0]
+    assert transitions.decay[:6].tolist() == [0.25, 0.5, 0.125, 0.25, 0.5, 0.5]
+    assert transitions.next_state[:6, 0].tolist() == pytest.approx([0.1, 0.1, 0.25, 0.25, 0.25, 0.3])
+    assert flags(transitions.terminated[:6]) == [0, 0, 0, 0, 0, 1]
+    assert transitions.action[0].tolist() == pytest.approx([-1, -1 + 2 / 13, -1 + 2 / 13])  # not the operator's
+    assert transitions.outcome[:2].tolist() == [-torch.inf] * 2 and bool(transitions.outcome[2:6].isfinite().all())
     plain = recorded_decisions(replace(data, actor=None, segment=None), interface, 0.5).transitions
     assert plain.reward[0] == 3.0 and bool(plain.outcome[0].isfinite())
 
@@ -281,19 +281,19 @@ def test_collect_corrects_and_train_says_what_it_leaves_out(tmp_path, capsys):
     assert "steps recover" in capsys.readouterr().out
     dataset = tmp_path / "collect/corrected/0/dataset"
     assert main(["train", *small, f"train.data={dataset}", "run.name=again"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert (
-        "Interventions: in 4 of 4 episodes" in said
-        and "excluded: 20 of the policy's own" in said
-        and "Skipped" not in said
+        "Interventions: in 4 of 4 episodes" in output
+        and "excluded: 20 of the policy's own" in output
+        and "Skipped" not in output
     )
     beside = tmp_path / "collect/reach_planar/0/dataset"
     both = ["run.name=both", f"train.data={beside}", f"train.extra_datasets=[{dataset}]", "train.episodes=1"]
     assert main(["train", *small, *both]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"Data: {beside} and {dataset}, 5 episodes" in said and "Interventions: in 4 of 5 episodes" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"Data: {beside} and {dataset}, 5 episodes" in output and "Interventions: in 4 of 5 episodes" in output
     other = tmp_path / "collect/other/0/dataset"
     assert main(["collect", *small, "world=push_cube", "run.name=other"]) == 0
     assert main(["train", *small, "run.name=neither", f"train.data={beside}", f"train.extra_datasets=[{other}]"]) != 0
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"{other}, to be merged with {beside}" in said and "cannot be concatenated" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert f"{other}, to be merged with {beside}" in output and "cannot be concatenated" in output

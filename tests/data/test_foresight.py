@@ -51,14 +51,14 @@ def test_where_noise_leads_it_says_what_would_come_of_the_controller_from_there(
     assert episodes.labels is not None
     again = make_world("push_cube", 1)
     for episode, step in ((0, 0), (1, 5), (2, 9)):
-        seen = again.reset(seeds=[episode])
+        observation = again.reset(seeds=[episode])
         first = int(episodes.starts[episode])
         for action in episodes.actions[first : first + step].numpy():
-            seen = again.step(action[None, None]).observation
+            observation = again.step(action[None, None]).observation
         for label in episodes.labels[first + step].numpy():
-            expected = np.clip(expert.act(seen), -1, 1)
+            expected = np.clip(expert.act(observation), -1, 1)
             np.testing.assert_allclose(label, expected[0], atol=1e-5)
-            seen = again.step(expected[:, None]).observation
+            observation = again.step(expected[:, None]).observation
 
 
 class Counts:
@@ -81,9 +81,9 @@ def test_what_a_controller_remembers_goes_on_and_only_what_happened_stays_rememb
     episodes = record(world, NoisyController(load_task("push_cube").expert(), 0.4, 0, world.spec.action), [0],
                       teacher=Foresight(counts, world, ahead, STEPS))  # fmt: skip
     assert episodes.labels is not None
-    said = np.rint(100 * episodes.labels[:, :, 0].numpy()).astype(int)
-    steps = np.arange(1, len(said) + 1)
-    np.testing.assert_array_equal(said, np.stack([steps + place for place in range(STEPS)], 1))
+    labels = np.rint(100 * episodes.labels[:, :, 0].numpy()).astype(int)
+    steps = np.arange(1, len(labels) + 1)
+    np.testing.assert_array_equal(labels, np.stack([steps + place for place in range(STEPS)], 1))
 
 
 class Locked(Counts):
@@ -109,9 +109,9 @@ def test_where_it_cannot_be_the_controller_says_a_step_or_the_reason_is_said():
         Foresight(expert, NoSnapshots(world), ahead, STEPS)
     with pytest.raises(ConfigError, match="Locked cannot be deep-copied"):
         Foresight(Locked(), world, ahead, STEPS)
-    found = build_foresight(section, world, STEPS)
-    assert isinstance(found, Foresight) and found.ahead.batch_size == 1
-    found.close()
+    foresight = build_foresight(section, world, STEPS)
+    assert isinstance(foresight, Foresight) and foresight.ahead.batch_size == 1
+    foresight.close()
 
 
 def test_what_lies_behind_the_end_is_not_learned_and_the_disk_remembers_it(tmp_path):

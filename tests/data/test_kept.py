@@ -172,14 +172,14 @@ def test_collect_goes_on_after_an_interruption(quality, tmp_path, monkeypatch, c
     interrupted_after(monkeypatch, None)
     assert main(broken) == 0
     assert "of 12 episodes are already recorded" in capsys.readouterr().err
-    found, expected = (tmp_path / name / "collect" / "r" / "0" for name in ("broken", "whole"))
-    same(read_dataset(found / "dataset"), read_dataset(expected / "dataset"))
-    tables = [sorted((path / "dataset").rglob("*.parquet")) for path in (found, expected)]
+    folder, expected = (tmp_path / name / "collect" / "r" / "0" for name in ("broken", "whole"))
+    same(read_dataset(folder / "dataset"), read_dataset(expected / "dataset"))
+    tables = [sorted((path / "dataset").rglob("*.parquet")) for path in (folder, expected)]
     assert [file_hash(path) for path in tables[0]] == [file_hash(path) for path in tables[1]]
-    said = json.loads((found / "result.json").read_text())
-    assert 0 < said.pop("played_after_interruption") < 12
-    assert said == json.loads((expected / "result.json").read_text())
-    assert not (found / "unfinished").exists()
+    text = json.loads((folder / "result.json").read_text())
+    assert 0 < text.pop("played_after_interruption") < 12
+    assert text == json.loads((expected / "result.json").read_text())
+    assert not (folder / "unfinished").exists()
 
 
 @SAID

@@ -105,8 +105,8 @@ def test_what_is_learned_is_the_label():
     config = DenoisingPolicyConfig(width=16, depth=1, sampling_steps=2, denoising_steps=10, chunk=2, prediction_steps=2)
     policy = DenoisingPolicy(config, episodes.observation_fields, episodes.action_field, fps=10)
     batch = next(regression_batches(policy, episodes, 64, torch.Generator().manual_seed(0)))
-    seen = {key: value[:, -1:].numpy() for key, value in batch["observation"].items() if key != "task"}
-    clean = load_task("push_cube").expert().act({key: seen[key] for key in (STATE, ENVIRONMENT_STATE)})
+    observation = {key: value[:, -1:].numpy() for key, value in batch["observation"].items() if key != "task"}
+    clean = load_task("push_cube").expert().act({key: observation[key] for key in (STATE, ENVIRONMENT_STATE)})
     np.testing.assert_allclose(batch["actions"][:, 0].numpy(), clean, atol=1e-5)
 
 
@@ -127,12 +127,12 @@ def test_the_verbs_record_and_learn_labels(tmp_path, capsys):
     assert main([*again, *filmed, f"collect.label_policy={teacher}"]) == 0
     episodes = read_dataset(tmp_path / "collect/again/0/dataset")
     assert episodes.cameras == ("top",) and episodes.labels is not None
-    for wrong, said in {
+    for wrong, message in {
         "collect.quality=medium": "unset collect.quality",
         "collect.deterministic=true": "applies to a policy",
     }.items():
         assert main([*noisy, "run.name=wrong", wrong]) == 2
-        assert said in " ".join(capsys.readouterr().err.split())
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -127,8 +127,8 @@ def test_columns_without_the_prefix_are_named_with_their_kinds(tmp_path):
     features = {"image": ("image", shape, NAMES["image"]), "wrist_image": ("image", shape, NAMES["image"])}
     values = {"image": pictures(), "wrist_image": pictures(), "state": state()}
     folder = written(tmp_path / "data", {**features, "state": ("float32", (2,), None)}, values)
-    said = r"image \(pictures \[16, 24, 3\]\), wrist_image \(pictures \[16, 24, 3\]\), state \(float32 \[2\]\)"
-    with pytest.raises(DataError, match=rf"no column 'observation\.\*'.* {said}"):
+    columns = r"image \(pictures \[16, 24, 3\]\), wrist_image \(pictures \[16, 24, 3\]\), state \(float32 \[2\]\)"
+    with pytest.raises(DataError, match=rf"no column 'observation\.\*'.* {columns}"):
         read_dataset(folder)
 
 
@@ -161,7 +161,7 @@ def test_a_name_that_fits_two_cameras_says_neither():
     }
     session = Session(PolicySpec(fields, Field((2,)), 1, 1, 1, 0, 10.0))
     shown = {name: np.full((8, 8, 3), value, np.uint8) for value, name in enumerate(("top", "image", "wrist_image"))}
-    seen = session.observe({f"observation/{name}": value for name, value in shown.items()})
-    assert [int(seen[key].max()) for key in fields] == [0, 1, 2]
+    observation = session.observe({f"observation/{name}": value for name, value in shown.items()})
+    assert [int(observation[key].max()) for key in fields] == [0, 1, 2]
     with pytest.raises(SpecError, match="no camera 'top'"):
         session.observe({f"observation/{name}": value for name, value in shown.items() if name != "top"})

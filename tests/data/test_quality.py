@@ -108,16 +108,16 @@ def test_bisection_finds_a_level_in_the_band_on_any_falling_curve(centre, width,
 
 
 def test_bisection_on_measured_binomials_gives_the_success_it_was_asked_for():
-    found = []
+    rates = []
     for seed in range(60):
         draws = np.random.default_rng(seed).random(128)  # episodes share their draws over the levels
 
         def trial(level, draws=draws):
             return Trial(level, float((draws < np.clip(1.2 - 1.6 * level, 0, 1)).mean()), 128)
 
-        found.append(np.clip(1.2 - 1.6 * medium_level(trial, 1.0, 0.0), 0, 1))
-    assert np.mean([0.3 <= each <= 0.5 for each in found]) > 0.9  # 128 episodes leave 0.043 of chance
-    assert abs(np.mean(found) - 0.4) < 0.02
+        rates.append(np.clip(1.2 - 1.6 * medium_level(trial, 1.0, 0.0), 0, 1))
+    assert np.mean([0.3 <= each <= 0.5 for each in rates]) > 0.9  # 128 episodes leave 0.043 of chance
+    assert abs(np.mean(rates) - 0.4) < 0.02
 
 
 def test_no_medium_is_an_error_that_says_what_was_measured():
@@ -162,10 +162,10 @@ def test_the_path_leads_from_the_actor_alone_to_uniform_actions_alone():
 
 def test_noise_is_as_large_and_uniform_actions_as_frequent_as_stated():
     plan = fixed(np.full(40, 0.2), SEEDS, 200)
-    found, segments = acted(plan), plan.segments()
+    actions, segments = acted(plan), plan.segments()
     own = segments == 0
     assert abs((~own).mean() - 0.04) < 0.01
-    spread = found[own] - [0.3, 1.0]
+    spread = actions[own] - [0.3, 1.0]
     # Half the range is 1 and 2; 1.0 is two and a half standard deviations (0.4) above the lower bound, 0.
     assert np.allclose(spread.std(0), [0.2, 0.4], rtol=0.05)
     assert np.abs(spread.mean(0)).max() < 0.02
@@ -229,13 +229,13 @@ def test_every_quality_disturbs_as_it_says():
 
 def test_play_is_cut_into_segments_of_experts_uniform_and_held_actions():
     plan = schedule("play", episode_seeds(0, "play", 200), 120, expert=0.1)
-    found, segments = acted(plan, rows=200), plan.segments()
+    actions, segments = acted(plan, rows=200), plan.segments()
     shares = [(plan.random < 1).mean(), ((segments == 1) & (plan.random == 1)).mean(), (segments == 2).mean()]
     assert np.allclose(shares, 1 / 3, atol=0.04)
     held = segments == 2
     begin = (plan.source == np.arange(120)) & held
     kept = held[:, 1:] & ~begin[:, 1:]
-    assert (found[:, 1:][kept] == found[:, :-1][kept]).all(), "one action is kept for a whole segment"
+    assert (actions[:, 1:][kept] == actions[:, :-1][kept]).all(), "one action is kept for a whole segment"
     kind = np.where(plan.random < 1, 0, np.where(segments == 2, 2, 1))
     changes = np.diff(kind, axis=1) != 0
     assert 120 / 25 / 4 < changes.sum(1).mean() < 120 / 5
@@ -273,24 +273,24 @@ def test_columns_come_back_through_our_reader_and_lerobots(stored):
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     folder, episodes, plan = stored
-    found = read_behaviour(folder)
-    assert set(found) == set(COLUMNS)
+    behaviour = read_behaviour(folder)
+    assert set(behaviour) == set(COLUMNS)
     begin = 0
     for episode, length in enumerate(episodes.lengths.tolist()):
         steps = slice(begin, begin + length)
-        assert np.array_equal(found[GAUSSIAN][steps], plan.gaussian[episode, :length])
-        assert np.array_equal(found[RANDOM][steps], plan.random[episode, :length])
-        assert np.array_equal(found[SEGMENT][steps], plan.segments()[episode, :length])
-        ended = bool(found[TRUNCATED][steps][-1])
+        assert np.array_equal(behaviour[GAUSSIAN][steps], plan.gaussian[episode, :length])
+        assert np.array_equal(behaviour[RANDOM][steps], plan.random[episode, :length])
+        assert np.array_equal(behaviour[SEGMENT][steps], plan.segments()[episode, :length])
+        ended = bool(behaviour[TRUNCATED][steps][-1])
         assert ended != bool(episodes.terminated[episode])
-        assert not found[TRUNCATED][steps][:-1].any()
+        assert not behaviour[TRUNCATED][steps][:-1].any()
         begin += length
     assert torch.equal(read_dataset(folder).actions, episodes.actions)
     dataset = LeRobotDataset("local/graded", root=folder)
     assert set(COLUMNS) <= set(dataset.features)
     for step in range(episodes.step_count):
         item = dataset[step]
-        assert all(item[name].item() == found[name][step].item() for name in COLUMNS)
+        assert all(item[name].item() == behaviour[name][step].item() for name in COLUMNS)
         assert bool(item["next.terminated"]) + bool(item[TRUNCATED]) == bool(item["next.done"])
     assert read_quality(folder)["quality"] == "play"
 

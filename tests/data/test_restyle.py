@@ -42,11 +42,11 @@ def test_only_the_look_changes(episodes):
 def test_physics_is_the_same_in_every_style():
     worlds = [make_world("push_cube", 2, threads=1, style=style) for style in (0, 7)]
     actions = np.random.default_rng(0).uniform(-1, 1, (2, 10, 2))
-    seen = []
+    states = []
     for world in worlds:
         world.reset(seeds=[1, 2])
-        seen.append(world.step(actions).observation[STATE])
-    assert np.array_equal(*seen)
+        states.append(world.step(actions).observation[STATE])
+    assert np.array_equal(*states)
 
 
 def test_what_cannot_be_filmed_again_is_refused(episodes):

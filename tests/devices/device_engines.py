@@ -40,12 +40,12 @@ def engines() -> Iterator[tuple[str, Callable[[str], Any]]]:
 
 def sampled(sampler: str, device: str) -> list[dict[str, Any]]:
     """Let a sampler take the place of a policy's own, for the kinds that it is for."""
-    found: list[dict[str, Any]] = []
+    decisions: list[dict[str, Any]] = []
     for kind in ("diffusion", "flow"):
         with suppress(ConfigError):
-            found.append(decided("lean", kind, DenoiserKind.MLP, device, sampler))
-    assert found, f"{sampler} is for no kind of policy"
-    return found
+            decisions.append(decided("lean", kind, DenoiserKind.MLP, device, sampler))
+    assert decisions, f"{sampler} is for no kind of policy"
+    return decisions
 
 
 def delayed(chunking: str, device: str) -> list[dict[str, Any]]:

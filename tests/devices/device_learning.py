@@ -187,13 +187,13 @@ def judged(device: str) -> dict[str, Any]:
     config = FqeConfig(steps=2, batch_size=8, width=16, depth=1)
     fitted = fit_q(data.transitions, flat, bounds, config, generator(device))
     best = BestOfPolicy(policy, agent_of("iql", device, interface), interface, 3)
-    found: dict[str, Any] = {"fqe": fitted.values(data.transitions.state, flat), **played(best, device)}
+    values: dict[str, Any] = {"fqe": fitted.values(data.transitions.state, flat), **played(best, device)}
     for coin in ("step", "episode"):
         mixed = MixedPolicy(policy, made("diffusion", device), 0.5, coin)
         mixed.reset()
         mixed.reset(np.array([0]))
-        found[coin] = played(mixed, device)
-    return found
+        values[coin] = played(mixed, device)
+    return values
 
 
 def others() -> Iterator[tuple[str, Callable[[str], Any]]]:

@@ -121,8 +121,8 @@ def _loaded(kind: str, device: str) -> Iterator[LeRobotPolicy]:
 def acted(kind: str, device: str) -> list[Any]:
     """Load a checkpoint to a device and let it decide."""
     with _loaded(kind, device) as policy:
-        seen = example_observation(policy.spec, 3, generator("cpu", 1), device)
-        return [policy.act(seen, generator(device), deterministic=each).actions for each in (True, False)]
+        observation = example_observation(policy.spec, 3, generator("cpu", 1), device)
+        return [policy.act(observation, generator(device), deterministic=each).actions for each in (True, False)]
 
 
 def learning(kind: str, device: str) -> dict[str, Any]:

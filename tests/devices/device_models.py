@@ -78,19 +78,19 @@ def at_work(kind: str, device: str, changes: dict[str, Any], spec: WorldSpec) ->
     kept = world.snapshot()
     world.restore(kept, [1, 0, 2])
     again = world.step(np.full((3, 2, 2), -0.5))
-    found: dict[str, Any] = {"weights": list(model.state_dict().values())}
+    outputs: dict[str, Any] = {"weights": list(model.state_dict().values())}
     for name, each in (("step", step), ("again", again)):
         assert each.uncertainty is not None
-        found[name] = [torch.from_numpy(np.asarray(value)) for value in (each.reward, each.success, each.uncertainty)]
-    found["examined"] = examine(model, episodes, Generators(0, device)["examine"], rows=4, steps=2)
+        outputs[name] = [torch.from_numpy(np.asarray(value)) for value in (each.reward, each.success, each.uncertainty)]
+    outputs["examined"] = examine(model, episodes, Generators(0, device)["examine"], rows=4, steps=2)
     with tempfile.TemporaryDirectory() as folder:
         save_world_model(model, Path(folder) / "model")
         loaded = load_world_model(Path(folder) / "model", device)
     if isinstance(loaded, DecoderFree):
-        return found | _behind(loaded, device, spec)
+        return outputs | _behind(loaded, device, spec)
     policy = made("flow", device, {"observation_keys": tuple(STATES.observation)}, spec)
     planned = PlannedPolicy(policy, loaded, PlanConfig(candidates=2, rollouts=2, horizon=4, uncertainty=-0.1))
-    return found | played(planned, device, spec) | {"scores": planned.last_scores}
+    return outputs | played(planned, device, spec) | {"scores": planned.last_scores}
 
 
 def _behind(model: Any, device: str, spec: WorldSpec) -> dict[str, Any]:

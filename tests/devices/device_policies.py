@@ -132,41 +132,41 @@ def at_work(policy: Any, device: str) -> dict[str, Any]:
     if hasattr(policy, "prepare_finetuning"):
         with suppress(ConfigError):  # without noise nothing is scored
             policy.prepare_finetuning()
-    seen = example_observation(policy.spec, 3, generator("cpu", 1), device)
-    found: dict[str, Any] = {}
+    observation = example_observation(policy.spec, 3, generator("cpu", 1), device)
+    outputs: dict[str, Any] = {}
     for deterministic in (True, False):
-        decision = policy.act(seen, generator(device), deterministic=deterministic)
-        found[f"act {deterministic}"] = (decision.actions, decision.logp, decision.mask, decision.latents)
+        decision = policy.act(observation, generator(device), deterministic=deterministic)
+        outputs[f"act {deterministic}"] = (decision.actions, decision.logp, decision.mask, decision.latents)
     if policy.spec.scored_steps and isinstance(policy, ScoredPolicy):
-        found |= _scored(policy, decision, seen, device)
+        outputs |= _scored(policy, decision, observation, device)
     if isinstance(policy, DecidesFromNoise):
         noise = torch.randn((3, *policy.noise_shape), generator=generator(device), device=device)
-        path = policy.trajectory(seen, noise, through=1)
-        found["trajectory"] = (path, policy.to_actions(path[:, -1]))
+        path = policy.trajectory(observation, noise, through=1)
+        outputs["trajectory"] = (path, policy.to_actions(path[:, -1]))
     if hasattr(policy, "loss") and not isinstance(policy, Staged):
-        found["loss"] = policy.loss(example_batch(policy.spec, seen, device), generator(device))
-        found["loss gradient"] = _gradient(policy, torch.cat(list(found["loss"].values())).mean())
-    require_on(device, found)
-    return found
+        outputs["loss"] = policy.loss(example_batch(policy.spec, observation, device), generator(device))
+        outputs["loss gradient"] = _gradient(policy, torch.cat(list(outputs["loss"].values())).mean())
+    require_on(device, outputs)
+    return outputs
 
 
 def _scored(policy: Any, decision: Any, seen: Any, device: str) -> dict[str, Any]:
     scores = policy.log_prob(seen, decision.latents)
     chosen = torch.zeros(3, 1, dtype=torch.int64, device=device)
-    found = {"log_prob": (scores.logp, scores.entropy, scores.extras)}
-    found["gradient"] = _gradient(policy, scores.logp.sum() + scores.entropy.sum())
+    outputs = {"log_prob": (scores.logp, scores.entropy, scores.extras)}
+    outputs["gradient"] = _gradient(policy, scores.logp.sum() + scores.entropy.sum())
     if policy.spec.scored_steps > 1 and not policy.spec.categorical and "chain" in decision.latents:
-        found["chosen"] = policy.log_prob(seen, {**decision.latents, "chosen": chosen}).logp
+        outputs["chosen"] = policy.log_prob(seen, {**decision.latents, "chosen": chosen}).logp
     executed = torch.tensor([[True, False]] * 3, device=device)
-    found["executed"] = policy.log_prob(seen, {**decision.latents, "executed": executed}).logp
+    outputs["executed"] = policy.log_prob(seen, {**decision.latents, "executed": executed}).logp
     count = torch.tensor([-1, 0, 1], device=device)
     if isinstance(policy, Resumes):
         with suppress(ConfigError):  # some kinds of decisions cannot be gone on from
             resumed = policy.resume(seen, decision.latents, count, generator(device, 2))
-            found["resume"] = (resumed.actions, resumed.logp, resumed.mask)
+            outputs["resume"] = (resumed.actions, resumed.logp, resumed.mask)
     if isinstance(policy, FinishesChain) and "chain" in decision.latents:
-        found["finish"] = policy.finish_chain(seen, decision.latents["chain"][:, 1], count.clamp(min=0))
-    return found
+        outputs["finish"] = policy.finish_chain(seen, decision.latents["chain"][:, 1], count.clamp(min=0))
+    return outputs
 
 
 def _gradient(policy: Any, value: torch.Tensor) -> list[Any]:

@@ -193,19 +193,19 @@ class _Computing(TorchDispatchMode):
         inner = tree_map(_numbers, kwargs)
         if asked is not None:
             inner["device"] = torch.device("cpu")
-        found = func(*tree_map(_numbers, tuple(args)), **inner)
+        result = func(*tree_map(_numbers, tuple(args)), **inner)
         if torch.Tag.inplace_view in func.tags:
             with no_dispatch():  # what it pretends to be gets the new shape as well
                 func(*args, **kwargs)
         if not on_gpu or (func is aten.copy_.default and not isinstance(args[0], Pretended)):
-            return args[0] if func is aten.copy_.default else found
+            return args[0] if func is aten.copy_.default else result
 
         def pretend(item: Any) -> Any:
             if not isinstance(item, Tensor):
                 return item
             return known[id(item)] if id(item) in known else Pretended(item)
 
-        return tree_map(pretend, found)
+        return tree_map(pretend, result)
 
     def _note(self, func: Any, args: Any, tensors: list[Tensor], from_gpu: bool, on_gpu: bool) -> None:
         if func in TRANSFERS:

@@ -49,10 +49,10 @@ class RandomWorld:
         truncated = (self.steps >= self.spec.horizon) & ~ends
         self.over = ends | truncated
         success = ends & (self.seeds % 3 == 0)
-        seen = self._seen()
-        trace = {key: np.repeat(value[:, -1:], count, 1) for key, value in seen.items() if key != TASK}
+        observation = self._seen()
+        trace = {key: np.repeat(value[:, -1:], count, 1) for key, value in observation.items() if key != TASK}
         paid = {"progress": reward, "success": np.where(valid, success[:, None], 0.0)}
-        return Step(seen, trace, paid, valid, ends.copy(), truncated, success)
+        return Step(observation, trace, paid, valid, ends.copy(), truncated, success)
 
     def snapshot(self, rows=None):
         """Copy seeds, steps and ends."""
@@ -67,13 +67,15 @@ class RandomWorld:
         return self._seen()
 
     def _seen(self):
-        seen = {}
+        observation = {}
         for key, field in self.spec.observation.items():
             size = self.spec.history * field.size
             value = uniforms(self.seeds * 31 + self.steps, size).reshape(-1, self.spec.history, *field.shape)
-            seen[key] = (255 * value).astype(np.uint8) if field.dtype == "uint8" else value.astype(np.float32)
-        seen[TASK] = np.array([self.spec.instructions[seed % len(self.spec.instructions)] for seed in self.seeds])
-        return seen
+            observation[key] = (255 * value).astype(np.uint8) if field.dtype == "uint8" else value.astype(np.float32)
+        observation[TASK] = np.array(
+            [self.spec.instructions[seed % len(self.spec.instructions)] for seed in self.seeds]
+        )
+        return observation
 
     def close(self):
         """Nothing to free."""

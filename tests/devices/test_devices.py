@@ -94,8 +94,8 @@ def same(first: Any, second: Any, where: str = "") -> None:
 def test_it_runs_on_a_gpu_as_on_the_cpu(name: str):
     expected = on_cpu(EVERY[name]("cpu"))
     with pretended_cuda():
-        found = on_cpu(EVERY[name]("cuda"))
-    same(expected, found)
+        outputs = on_cpu(EVERY[name]("cuda"))
+    same(expected, outputs)
 
 
 def test_the_quick_ones_are_there():
@@ -111,29 +111,29 @@ class Careless(nn.Module):
         self.shift = torch.zeros(3)  # no buffer, so it stays behind
 
     def forward(self, x: Tensor, generator: torch.Generator) -> Any:
-        found = self.layer(x)
+        outputs = self.layer(x)
         mistakes = {
-            "made on the cpu": lambda: found + torch.zeros(3),
-            "left behind": lambda: found * self.shift,
-            "joined": lambda: torch.cat([found, torch.zeros(2, 3)]),
-            "stacked numbers": lambda: torch.stack([found.sum(), torch.zeros(())]),
+            "made on the cpu": lambda: outputs + torch.zeros(3),
+            "left behind": lambda: outputs * self.shift,
+            "joined": lambda: torch.cat([outputs, torch.zeros(2, 3)]),
+            "stacked numbers": lambda: torch.stack([outputs.sum(), torch.zeros(())]),
             "drawn there, made here": lambda: torch.randn(3, generator=generator),
             "drawn here, made there": lambda: torch.randn(3, generator=PretendedGenerator(), device=x.device),
             "filled by the wrong generator": lambda: torch.empty(3, device=x.device).normal_(
                 generator=PretendedGenerator()
             ),
-            "index into the cpu": lambda: torch.arange(3)[found[:, 0].argsort()],
-            "gathered": lambda: found.gather(1, torch.zeros(2, 1, dtype=torch.int64)),
-            "written": lambda: found.clone().scatter_(0, torch.zeros(1, 3, dtype=torch.int64), 1.0),
-            "masked": lambda: torch.where(torch.ones(2, 1, dtype=torch.bool), found, 0.0),
-            "clamped": lambda: found.clamp(min=torch.zeros(())),
-            "numpy": lambda: found.detach().numpy(),
-            "asarray": lambda: np.asarray(found.detach()),
-            "compared": lambda: torch.equal(found, torch.zeros(2, 3)),
-            "loss": lambda: nn.functional.mse_loss(found, torch.zeros(2, 3)),
-            "in place": lambda: torch.zeros(2, 3).add_(found.detach()),
+            "index into the cpu": lambda: torch.arange(3)[outputs[:, 0].argsort()],
+            "gathered": lambda: outputs.gather(1, torch.zeros(2, 1, dtype=torch.int64)),
+            "written": lambda: outputs.clone().scatter_(0, torch.zeros(1, 3, dtype=torch.int64), 1.0),
+            "masked": lambda: torch.where(torch.ones(2, 1, dtype=torch.bool), outputs, 0.0),
+            "clamped": lambda: outputs.clamp(min=torch.zeros(())),
+            "numpy": lambda: outputs.detach().numpy(),
+            "asarray": lambda: np.asarray(outputs.detach()),
+            "compared": lambda: torch.equal(outputs, torch.zeros(2, 3)),
+            "loss": lambda: nn.functional.mse_loss(outputs, torch.zeros(2, 3)),
+            "in place": lambda: torch.zeros(2, 3).add_(outputs.detach()),
         }
-        return mistakes[self.mistake]() if self.mistake else found
+        return mistakes[self.mistake]() if self.mistake else outputs
 
 
 MISTAKES = [

@@ -96,10 +96,10 @@ def test_the_gradient_is_the_trainers(one_file, pair):
     advantage = raw.flatten()[recorded.alive.flatten()]
     advantage = (advantage - advantage.mean()) / (advantage.std(unbiased=False) + 1e-8)
     loss, _ = one_file.ppo_loss(logp, rows.logp_behaviour[:, 0], advantage, settings)
-    found = torch.autograd.grad(loss, policy.trainable_parameters())
+    gradients = torch.autograd.grad(loss, policy.trainable_parameters())
     largest = max(float(item.abs().max()) for item in expected)
     assert largest > 1e-3
-    for ours, other in zip(found, expected, strict=True):
+    for ours, other in zip(gradients, expected, strict=True):
         assert float((ours - other).abs().max()) < 1e-5 * max(1.0, largest)
 
 
@@ -129,9 +129,9 @@ def test_the_advantages_are_the_trainers(one_file):
     nothing = torch.zeros(0)
     rollout = one_file.Rollout(nothing, nothing, nothing, nothing, reward, valid, terminated, ended)
     values, following = values.squeeze(-1), following.squeeze(-1)
-    found = one_file.advantages(rollout, values, following, settings)
+    estimate = one_file.advantages(rollout, values, following, settings)
     expected = gae(reward, valid, values, following, terminated, ended, settings.discount, settings.gae_lambda)
-    assert torch.allclose(found, expected.advantages, atol=1e-5)
+    assert torch.allclose(estimate, expected.advantages, atol=1e-5)
 
 
 def test_the_schedule_is_the_packages(one_file, pair):

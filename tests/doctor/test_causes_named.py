@@ -65,8 +65,8 @@ def test_success_on_the_same_data_frees_a_policy_from_training_longer(reach, tmp
     policy = DenoisingPolicy(config, episodes.observation_fields, episodes.action_field, fps=episodes.fps)
 
     def imitation(success):
-        found = check_policy_on_data(policy, episodes, torch.Generator().manual_seed(0), success=success)
-        return next(finding for finding in found if finding.check == "imitation")
+        findings = check_policy_on_data(policy, episodes, torch.Generator().manual_seed(0), success=success)
+        return next(finding for finding in findings if finding.check == "imitation")
 
     assert imitation(None).problem
     assert imitation(0.3).problem

@@ -31,13 +31,13 @@ def examine(root, *arguments):
     status = main(["doctor", *SMALL, f"run.root={root}", f"json={figures}", *arguments])
     findings = json.loads(figures.read_text())["findings"]
     assert all(set(item) == {"check", "health", "measured", "remedy"} for item in findings)
-    found = {}
+    findings_of_checks = {}
     for item in findings:
         if item["health"] in ("warning", "bad"):
-            texts = found.setdefault(item["check"], {"measured": [], "remedy": []})
+            texts = findings_of_checks.setdefault(item["check"], {"measured": [], "remedy": []})
             for key, values in texts.items():
                 values.append(item[key])
-    return status, found
+    return status, findings_of_checks
 
 
 def test_its_own_recording_has_no_problem(root, capsys):
@@ -76,10 +76,10 @@ def test_episodes_that_are_chosen_are_examined_alone(root, monkeypatch):
 def test_a_break_in_a_dataset_on_disk_is_named_with_the_way_out(root, tmp_path, capsys, change, check, text):
     data = read_dataset(root / "collect" / "reach_planar" / "0" / "dataset")
     write_dataset(change(data), tmp_path / "broken")
-    status, found = examine(root, f"doctor.data={tmp_path / 'broken'}")
+    status, findings = examine(root, f"doctor.data={tmp_path / 'broken'}")
     assert status == 1
-    assert text in found[check]["measured"][0]
-    assert all(found[check]["remedy"])
+    assert text in findings[check]["measured"][0]
+    assert all(findings[check]["remedy"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "Fix or check:" in printed
     assert check in printed
@@ -95,15 +95,15 @@ def test_a_policy_is_examined_with_the_data_it_was_trained_on_and_with_other_dat
     policy.save(tmp_path / "policy")
     assert examine(root, f"doctor.policy={tmp_path / 'policy'}") == (0, {})
     write_dataset(broken_data.flipped(data, 0), tmp_path / "broken")
-    _, found = examine(root, f"doctor.policy={tmp_path / 'policy'}", f"doctor.data={tmp_path / 'broken'}")
-    assert "'shoulder' has the opposite sign (after the fix replays follow" in found["action sign"]["measured"][0]
-    assert "'shoulder' has the opposite sign of the policy's" in found["action sign"]["measured"][1]
+    _, findings = examine(root, f"doctor.policy={tmp_path / 'policy'}", f"doctor.data={tmp_path / 'broken'}")
+    assert "'shoulder' has the opposite sign (after the fix replays follow" in findings["action sign"]["measured"][0]
+    assert "'shoulder' has the opposite sign of the policy's" in findings["action sign"]["measured"][1]
     write_dataset(broken_data.with_frames(data, STATE, lambda frames: frames / 57.29578), tmp_path / "radians")
-    _, found = examine(root, f"doctor.policy={tmp_path / 'policy'}", f"doctor.data={tmp_path / 'radians'}")
-    assert "radians instead of degrees" in found["normaliser"]["measured"][0]
+    _, findings = examine(root, f"doctor.policy={tmp_path / 'policy'}", f"doctor.data={tmp_path / 'radians'}")
+    assert "radians instead of degrees" in findings["normaliser"]["measured"][0]
 
 
 def test_another_world_is_named(root):
-    status, found = examine(root, "world=push_cube", f"doctor.data={root / 'collect/reach_planar/0/dataset'}")
+    status, findings = examine(root, "world=push_cube", f"doctor.data={root / 'collect/reach_planar/0/dataset'}")
     assert status == 1
-    assert any("world (13,)" in item["measured"][0] for item in found.values())
+    assert any("world (13,)" in item["measured"][0] for item in findings.values())

@@ -93,9 +93,9 @@ def test_a_sound_policy_has_no_problem(expert, data):
     ],
 )
 def test_actions_unlike_the_policys_are_explained(expert, data, change, check, text):
-    found = problems(expert, change(data))
-    assert text in found[check]
-    assert set(found) <= {check, "imitation"}
+    problem_texts = problems(expert, change(data))
+    assert text in problem_texts[check]
+    assert set(problem_texts) <= {check, "imitation"}
 
 
 def test_a_policy_that_is_merely_bad_is_not_explained_away(data):
@@ -160,39 +160,39 @@ def test_images_in_another_order_of_colours_are_named(data):
         actions=act({FRONT: images[steps][:, None]}),
     )
     assert problems(policy, coloured) == {}
-    found = problems(policy, broken_data.with_frames(coloured, FRONT, lambda frames: frames.flip(-1)))
-    assert "blue and red are swapped (BGR instead of RGB)" in found["image channels"]
+    problem_texts = problems(policy, broken_data.with_frames(coloured, FRONT, lambda frames: frames.flip(-1)))
+    assert "blue and red are swapped (BGR instead of RGB)" in problem_texts["image channels"]
     assert "camera 'front', but the dataset lacks it (it has: none)" in problems(policy, data)["missing camera"]
 
 
 def test_fields_and_rates_of_another_policy_are_named(expert, data):
     other = FunctionPolicy(None, {**expert.spec.observation, STATE: Field((9,))}, data.action_field, fps=20.0)
-    found = problems(other, data)
-    assert "policy (9,)" in found[STATE]
-    assert "dataset 10 steps/s, policy 20" in found["control rate"]
+    problem_texts = problems(other, data)
+    assert "policy (9,)" in problem_texts[STATE]
+    assert "dataset 10 steps/s, policy 20" in problem_texts["control rate"]
 
 
 def test_names_and_a_rate_that_cannot_be_compared_do_not_agree(expert, data):
     """A policy of LeRobot's has no names and says no rate: elements that changed places are not vouched for."""
 
     def findings(policy, episodes):
-        found = examine_policy(episodes, policy, torch.Generator().manual_seed(0))
-        return {finding.check: (finding.health, finding.measured) for finding in found}
+        results = examine_policy(episodes, policy, torch.Generator().manual_seed(0))
+        return {finding.check: (finding.health, finding.measured) for finding in results}
 
     vouched = "keys, shapes, names and rate match the data"
     assert findings(expert, data)["policy fields"] == (Health.GOOD, vouched)
     assert "element names" not in findings(expert, data)
     fields = {key: replace(field, names=()) for key, field in data.observation_fields.items()}
     silent = FunctionPolicy(expert._act, fields, replace(data.action_field, names=()), fps=0.0)
-    found = findings(silent, data)
-    assert found["policy fields"] == (Health.GOOD, "keys and shapes match the data")
-    assert found["element names"][0] is Health.UNKNOWN
-    assert found["element names"][1].startswith("not compared: the policy has no names for observation.state, ")
-    assert found["control rate"] == (Health.UNKNOWN, "dataset 10 steps/s, but the policy's rate is unknown")
+    healths = findings(silent, data)
+    assert healths["policy fields"] == (Health.GOOD, "keys and shapes match the data")
+    assert healths["element names"][0] is Health.UNKNOWN
+    assert healths["element names"][1].startswith("not compared: the policy has no names for observation.state, ")
+    assert healths["control rate"] == (Health.UNKNOWN, "dataset 10 steps/s, but the policy's rate is unknown")
     unnamed = replace(data, action_field=replace(data.action_field, names=()))
-    found = findings(expert, unnamed)
-    assert found["policy fields"] == (Health.GOOD, "keys, shapes and rate match the data")
-    assert found["element names"][1] == "not compared: the data has no names for action"
+    healths = findings(expert, unnamed)
+    assert healths["policy fields"] == (Health.GOOD, "keys, shapes and rate match the data")
+    assert healths["element names"][1] == "not compared: the data has no names for action"
 
 
 @pytest.mark.parametrize("mode", [NormalizationMode.MIN_MAX, NormalizationMode.MEAN_STD])
@@ -206,9 +206,11 @@ def test_names_and_a_rate_that_cannot_be_compared_do_not_agree(expert, data):
 )
 def test_statistics_of_other_data_are_named(data, mode, change, text):
     policy = fitted(data, state_normalization=mode)
-    found = problems(policy, replace(data, observation={**data.observation, STATE: change(data.observation[STATE])}))
-    assert found["normaliser"].startswith("observation.state: fitted on other data")
-    assert text in found["normaliser"]
+    problem_texts = problems(
+        policy, replace(data, observation={**data.observation, STATE: change(data.observation[STATE])})
+    )
+    assert problem_texts["normaliser"].startswith("observation.state: fitted on other data")
+    assert text in problem_texts["normaliser"]
 
 
 def test_statistics_fit_the_data_they_come_from(data):
@@ -238,8 +240,8 @@ def test_a_normaliser_that_was_never_fitted_is_named(data):
 def test_elements_that_changed_places_are_seen_in_the_statistics(data):
     moved = broken_data.with_frames(data, ENVIRONMENT_STATE, lambda frames: frames + torch.eye(13)[2] * 5)
     policy = fitted(moved)
-    found = problems(policy, broken_data.swapped_elements(moved, ENVIRONMENT_STATE, 1, 2))
-    assert "fits if 'cube_y' and 'cube_cos' change places" in found["normaliser"]
+    problem_texts = problems(policy, broken_data.swapped_elements(moved, ENVIRONMENT_STATE, 1, 2))
+    assert "fits if 'cube_y' and 'cube_cos' change places" in problem_texts["normaliser"]
 
 
 def test_a_policy_of_another_kind_hides_its_statistics_without_blame(expert, data):

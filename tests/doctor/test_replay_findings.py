@@ -51,8 +51,8 @@ def named(findings, check):
 def test_healthy_data_has_no_problem(name, noise):
     world = make_world(name, 8)
     for seed in (0, 1):
-        found = [finding.check for finding in problems(recorded(world, noise, seed), world)]
-        assert found in ([], ["success"] if noise == "random" else [])
+        checks = [finding.check for finding in problems(recorded(world, noise, seed), world)]
+        assert checks in ([], ["success"] if noise == "random" else [])
     world.close()
 
 

@@ -51,8 +51,8 @@ def test_the_base_alone_lets_in_as_much_as_it_can_afford():
 
 
 def test_the_bound_is_wilsons_where_episodes_are_whole():
-    found = wilson_bound(np.array([0.3, 0.0, 1.0, 0.5]), np.array([50.0, 10.0, 10.0, 0.0]), 0.975)
-    assert found == pytest.approx([wilson(15, 50, 0.95)[0], 0.0, wilson(10, 10, 0.95)[0], 0.0], abs=1e-6)
+    bounds = wilson_bound(np.array([0.3, 0.0, 1.0, 0.5]), np.array([50.0, 10.0, 10.0, 0.0]), 0.975)
+    assert bounds == pytest.approx([wilson(15, 50, 0.95)[0], 0.0, wilson(10, 10, 0.95)[0], 0.0], abs=1e-6)
 
 
 def simulated(
@@ -102,8 +102,8 @@ class Says:
 def test_the_coin_says_who_decides(coin):
     mixed = MixedPolicy(Says(0.0), Says(1.0), 0.5, coin)
     mixed.reset()
-    seen, draws = {"observation.state": torch.zeros(64, 1, 1)}, torch.Generator()
-    acted = torch.stack([mixed.act(seen, draws).actions[:, 0, 0] for _ in range(3)])
+    observation, draws = {"observation.state": torch.zeros(64, 1, 1)}, torch.Generator()
+    acted = torch.stack([mixed.act(observation, draws).actions[:, 0, 0] for _ in range(3)])
     assert torch.equal(acted.bool(), torch.stack(mixed.coins))
     assert 0.3 < float(acted.mean()) < 0.7
     assert bool((acted[0] == acted[1]).all()) is (coin == "episode")
@@ -113,7 +113,7 @@ def test_the_coin_says_who_decides(coin):
     counted = acted[:1] if coin == "episode" else acted[:2] * (torch.arange(2)[:, None] < torch.tensor(coins))
     assert heads == counted.sum(0).int().tolist()
     mixed.reset(rows=[0, 1])  # an episode's coin is thrown anew for rows that begin again
-    assert torch.equal(mixed.act(seen, draws).actions[2:, 0, 0], acted[0][2:]) is (coin == "episode")
+    assert torch.equal(mixed.act(observation, draws).actions[2:, 0, 0], acted[0][2:]) is (coin == "episode")
 
 
 def test_policies_that_act_otherwise_take_no_turns():

@@ -31,11 +31,11 @@ def normal(mean, count=256, seed=0, spread=1.0):
 
 def test_bounds_are_those_of_the_paired_difference():
     base, noise = normal(0.0, spread=5.0), normal(0.1, seed=1, spread=0.2)
-    found = judged("x", base + noise, base, margin=0.0)
+    judgement = judged("x", base + noise, base, margin=0.0)
     interval = stats.ttest_1samp(noise, 0.0).confidence_interval(0.95)
-    assert found.student == pytest.approx((interval.low, interval.high))
-    assert found.bootstrap == pytest.approx(found.student, abs=0.005)
-    assert found.better and found.difference == pytest.approx(noise.mean())
+    assert judgement.student == pytest.approx((interval.low, interval.high))
+    assert judgement.bootstrap == pytest.approx(judgement.student, abs=0.005)
+    assert judgement.better and judgement.difference == pytest.approx(noise.mean())
     assert judged("x", base, base + noise, margin=0.0).difference == pytest.approx(-noise.mean())
 
 
@@ -52,21 +52,21 @@ def test_equal_policies_are_rarely_accepted_and_better_ones_often():
 
 def test_equal_values_are_no_improvement():
     same = np.ones(8)
-    found = judged("x", same, same, margin=0.0)
-    assert not found.better and found.low == 0.0
+    judgement = judged("x", same, same, margin=0.0)
+    assert not judgement.better and judgement.low == 0.0
 
 
 def test_a_value_beyond_what_the_data_makes_credible_is_not_believed():
     base, high = np.linspace(0.0, 1.0, 64), np.linspace(4.0, 5.0, 64)
     for ceiling, believed in ((None, True), (4.5, True), (4.4, False)):
-        found = judged("x", high, base, margin=0.0, ceiling=ceiling)
-        assert found.low > 3.9 and found.better == found.credible == believed
+        judgement = judged("x", high, base, margin=0.0, ceiling=ceiling)
+        assert judgement.low > 3.9 and judgement.better == judgement.credible == believed
     judge = Table({"new": high, "old": base})
     assert Gate([judge]).decide("new", "old").accepted
     judge.ceiling = 4.4
-    found = Gate([judge]).decide("new", "old")
-    assert not found.accepted and "not credible, a mean of 4.5, but the data makes at most 4.4" in str(found)
-    assert found.to_json()["judgements"][0]["ceiling"] == 4.4
+    judgement = Gate([judge]).decide("new", "old")
+    assert not judgement.accepted and "not credible, a mean of 4.5, but the data makes at most 4.4" in str(judgement)
+    assert judgement.to_json()["judgements"][0]["ceiling"] == 4.4
     assert "not significantly better" in Gate([judge]).decide("old", "old").reasons[0], "nothing to believe or not"
 
 
@@ -116,10 +116,10 @@ def test_trials_in_the_world_are_counted_verdict_by_verdict():
 
     gate = Gate([Trials()])
     for _ in range(2):
-        found = gate.decide(2, 1)
-        assert found.env_steps == 100
-        assert found.to_json()["env_steps"] == 100
-        assert found.accepted
+        decision = gate.decide(2, 1)
+        assert decision.env_steps == 100
+        assert decision.to_json()["env_steps"] == 100
+        assert decision.accepted
 
 
 def test_shares_of_clipped_targets_are_kept_verdict_by_verdict():

@@ -35,12 +35,12 @@ def test_every_variant_is_unbiased_or_exact_on_all_trajectories_of_two_tabular_d
     reward = np.array([[paid[t, a] for t, a in enumerate(path)] for path in paths])
     truth = (target * paid).sum()
     for per_decision in (True, False):
-        found = importance_estimate(ratio, reward, per_decision=per_decision, normalised=False)
-        assert chance @ found.values == pytest.approx(truth, abs=1e-12)
+        estimate = importance_estimate(ratio, reward, per_decision=per_decision, normalised=False)
+        assert chance @ estimate.values == pytest.approx(truth, abs=1e-12)
         repeated = np.repeat(np.arange(4), np.round(100 * chance).astype(int))  # as often as they happen
-        found = importance_estimate(ratio[repeated], reward[repeated], per_decision=per_decision)
-        assert found.values.mean() == pytest.approx(truth, abs=1e-12)
-        assert found.effective == pytest.approx(100 / (chance @ np.exp(2 * ratio.sum(1))))
+        estimate = importance_estimate(ratio[repeated], reward[repeated], per_decision=per_decision)
+        assert estimate.values.mean() == pytest.approx(truth, abs=1e-12)
+        assert estimate.effective == pytest.approx(100 / (chance @ np.exp(2 * ratio.sum(1))))
 
 
 def test_a_gaussian_step_against_the_closed_form():
@@ -50,10 +50,10 @@ def test_a_gaussian_step_against_the_closed_form():
     plain = importance_estimate(ratio, action[:, None] ** 2, normalised=False)
     own = importance_estimate(ratio, action[:, None] ** 2)
     truth = 1 + shift**2
-    for found in (plain, own):
-        error = found.values.std() / math.sqrt(count)
-        assert abs(found.values.mean() - truth) < 4 * error
-        assert found.effective / count == pytest.approx(math.exp(-(shift**2)), rel=0.05)
+    for estimate in (plain, own):
+        error = estimate.values.std() / math.sqrt(count)
+        assert abs(estimate.values.mean() - truth) < 4 * error
+        assert estimate.effective / count == pytest.approx(math.exp(-(shift**2)), rel=0.05)
     replicates = [
         importance_estimate(part[:, :1], part[:, 1:]).values.mean()
         for part in np.split(np.concatenate([ratio, action[:, None] ** 2], 1), 200)
@@ -65,8 +65,8 @@ def test_a_gaussian_step_against_the_closed_form():
 
 def test_weights_that_vanish_do_not_divide_by_nothing():
     ratio, reward = np.array([[-1e4], [-2e4]]), np.ones((2, 1))
-    found = importance_estimate(ratio, reward)
-    assert found.effective == 1.0 and found.values.tolist() == [1.0, 1.0]
+    estimate = importance_estimate(ratio, reward)
+    assert estimate.effective == 1.0 and estimate.values.tolist() == [1.0, 1.0]
 
 
 def make_policy(seed=0, **settings) -> DenoisingPolicy:
@@ -114,8 +114,8 @@ def test_densities_are_of_all_elements_and_neither_averaged_nor_clamped(logged):
     policy, episodes, chains = logged
     rows = torch.arange(5)
     frames = chains.step[rows] + episodes.episode_of_step[chains.step[rows]]
-    seen = {key: value[frames][:, None] for key, value in episodes.observation.items()} | {"task": [""] * 5}
-    extras = policy.log_prob(seen, {"chain": chains.chain[rows]}).extras
+    observation = {key: value[frames][:, None] for key, value in episodes.observation.items()} | {"task": [""] * 5}
+    extras = policy.log_prob(observation, {"chain": chains.chain[rows]}).extras
     by_hand = torch.distributions.Normal(extras["mean"], extras["std"]).log_prob(chains.chain[rows, 1:]).sum((-2, -1))
     assert torch.allclose(chains.log_density[rows], by_hand, atol=1e-4)
 
@@ -136,19 +136,21 @@ def test_chains_of_single_decisions_tell_what_another_policy_earns(logged):
     policy, episodes, chains = logged
     other = moved(policy, 0.05)
     frames = chains.step + episodes.episode_of_step[chains.step]
-    seen = {key: value[frames][:, None] for key, value in episodes.observation.items()}
-    seen = {key: value.repeat(40, 1, 1) for key, value in seen.items()} | {"task": [""] * (40 * len(frames))}
-    old, new = (each.act(seen, torch.Generator().manual_seed(seed)) for seed, each in enumerate((policy, other)))
+    observation = {key: value[frames][:, None] for key, value in episodes.observation.items()}
+    observation = {key: value.repeat(40, 1, 1) for key, value in observation.items()} | {
+        "task": [""] * (40 * len(frames))
+    }
+    old, new = (each.act(observation, torch.Generator().manual_seed(seed)) for seed, each in enumerate((policy, other)))
     densities = []
     for each in (policy, other):
         with torch.no_grad():
-            extras = each.log_prob(seen, {"chain": old.latents["chain"]}).extras
+            extras = each.log_prob(observation, {"chain": old.latents["chain"]}).extras
         normal = torch.distributions.Normal(extras["mean"], extras["std"])
         densities.append(normal.log_prob(old.latents["chain"][:, 1:]).sum((1, 2, 3)).double())
     paid, earned = (decision.actions[:, 0, 0].double().numpy() for decision in (old, new))
-    found = importance_estimate((densities[1] - densities[0]).numpy()[:, None], paid[:, None])
-    error = math.hypot(found.values.std(), earned.std()) / math.sqrt(len(paid))
-    assert abs(found.values.mean() - earned.mean()) < 4 * error
+    estimate = importance_estimate((densities[1] - densities[0]).numpy()[:, None], paid[:, None])
+    error = math.hypot(estimate.values.std(), earned.std()) / math.sqrt(len(paid))
+    assert abs(estimate.values.mean() - earned.mean()) < 4 * error
     assert abs(paid.mean() - earned.mean()) > 4 * error, "or it would say nothing"
 
 
@@ -156,10 +158,10 @@ def test_chains_of_a_dataset_are_read_back_and_absent_ones_refused(logged, tmp_p
     policy, episodes, chains = logged
     write_dataset(episodes, tmp_path / "with", images="png", columns=chains.columns(episodes.step_count))
     write_dataset(episodes, tmp_path / "without", images="png")
-    found = read_chains([tmp_path / "with"], 3, 2)
+    chains_read = read_chains([tmp_path / "with"], 3, 2)
     for name in ("step", "chain", "log_density"):
-        assert torch.equal(getattr(found, name), getattr(chains, name)), name
-    judge = ImportanceJudge(read_dataset(tmp_path / "with"), found, by="return", least=24.0)
+        assert torch.equal(getattr(chains_read, name), getattr(chains, name)), name
+    judge = ImportanceJudge(read_dataset(tmp_path / "with"), chains_read, by="return", least=24.0)
     assert judge.values(policy) == pytest.approx(episodes.returns.numpy(), abs=1e-6), "still weights of exactly 1"
     with pytest.raises(DataError, match=r"has no denoising chains: record them with collect.chains=true"):
         read_chains([tmp_path / "with", tmp_path / "without"], 3, 2)

@@ -93,8 +93,8 @@ def test_one_that_does_not_know_the_words_is_said_to_refuse(world):
 def test_wrong_is_never_what_is_asked_and_reaches_every_other(world):
     wrong = OtherInstruction(Told(world), "wrong", world.spec)
     for text in INSTRUCTIONS:
-        for said in (text, *OTHERS[text]):
-            told = {wrong._told(said, row) for row in range(6)}
+        for asked_text in (text, *OTHERS[text]):
+            told = {wrong._told(asked_text, row) for row in range(6)}
             assert told == set(INSTRUCTIONS) - {text}
     again = OtherInstruction(Told(world), "paraphrase", world.spec)
     assert {again._told(OTHERS[INSTRUCTIONS[0]][0], row) for row in range(3)} == {OTHERS[INSTRUCTIONS[0]][1]}
@@ -133,13 +133,13 @@ def result(**changes):
 
 
 def test_figures_of_every_instruction_by_hand():
-    found = result().by_instruction()
+    figures = result().by_instruction()
     low, high = wilson(1, 2)
-    assert found["open"] == {
+    assert figures["open"] == {
         "episodes": 2, "successes": 1, "success_rate": 0.5, "low": low, "high": high, "return_mean": 0.5
     }  # fmt: skip
-    assert found["close"]["success_rate"] == 1.0 and found["close"]["return_mean"] == 3.0
-    assert EvaluationResult.from_json(json.loads(json.dumps(result().to_json()))).by_instruction() == found
+    assert figures["close"]["success_rate"] == 1.0 and figures["close"]["return_mean"] == 3.0
+    assert EvaluationResult.from_json(json.loads(json.dumps(result().to_json()))).by_instruction() == figures
     alone = result(instructions=()).to_json()
     assert "by_instruction" not in alone and "instructions" not in alone["per_episode"]
 
@@ -171,8 +171,8 @@ def test_evaluate_prints_and_keeps_instructions_and_controls(tmp_path, capsys):
     capsys.readouterr()
     asked = ["evaluate.episodes=6", "evaluate.videos=0", "world.options.instructions=held_out"]
     assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked]) == 0
-    said = capsys.readouterr().out
-    assert "policy, wrong instruction: 0.0%" in said and "policy, paraphrase: 0.0%" in said
+    output = capsys.readouterr().out
+    assert "policy, wrong instruction: 0.0%" in output and "policy, paraphrase: 0.0%" in output
     kept = json.loads(next(tmp_path.glob("evaluate/*/0/result.json")).read_text())
     assert set(kept["controls"]["policy"]) == {"wrong_instruction", "paraphrase"}
     assert set(kept["policy"]["deterministic"]["by_instruction"]) <= set(load_task("tidy").held_out)
@@ -182,11 +182,12 @@ def test_evaluate_prints_and_keeps_instructions_and_controls(tmp_path, capsys):
     capsys.readouterr()
     slow = ["evaluate.instruction=wrong", "evaluate.latency_steps=1", f"evaluate.base={checkpoint}"]
     assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked, *slow]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "Evaluation conditions: instruction another instruction of the world; inference latency 1 control steps" in said
+        "Evaluation conditions: instruction another instruction of the world; inference latency 1 control steps"
+        in output
     )
-    assert "Difference to base: +0.0 points" in said
+    assert "Difference to base: +0.0 points" in output
     page = next(tmp_path.glob("evaluate/*/0/report.html")).read_text()
     assert (
         "Evaluation conditions" in page

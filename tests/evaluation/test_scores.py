@@ -37,11 +37,11 @@ def test_the_scale_is_linear_and_carries_the_interval_of_the_mean():
     assert normalised_score(EXPERT, ANCHORS).score == 100
     assert normalised_score(performance(np.full(9, 5.0)), ANCHORS).score == 150
     returns = np.random.default_rng(0).normal(1.0, 2.0, 400)
-    found = normalised_score(result(returns), ANCHORS)
-    assert found.score == pytest.approx(100 * (returns.mean() + 1) / 4)
-    assert found.low < found.score < found.high
-    assert found.high - found.low == pytest.approx(2 * 1.96 * 25 * 2 / 20, rel=0.15)
-    assert f"{found.score:.1f} [{found.low:.1f}" in found.text
+    score = normalised_score(result(returns), ANCHORS)
+    assert score.score == pytest.approx(100 * (returns.mean() + 1) / 4)
+    assert score.low < score.score < score.high
+    assert score.high - score.low == pytest.approx(2 * 1.96 * 25 * 2 / 20, rel=0.15)
+    assert f"{score.score:.1f} [{score.low:.1f}" in score.text
     with pytest.raises(DataError, match="'push_t' cannot be normalised with the reference scores of 'toy'"):
         normalised_score(result([1.0], "push_t"), ANCHORS)
 
@@ -64,8 +64,8 @@ def test_every_task_of_ours_pays_its_expert_more_than_uniform_actions(name):
     def measured(level, controller):
         plan = fixed(np.full(16, level), noise, world.spec.horizon)
         actor = DisturbedController(controller, Disturbances(plan, 16, world.spec.action))
-        found = evaluate_policy(world, actor, seeds)
-        return Performance.of(found.returns, found.success)
+        evaluation = evaluate_policy(world, actor, seeds)
+        return Performance.of(evaluation.returns, evaluation.success)
 
     expert = make_expert(name, world.spec)
     assert expert is not None

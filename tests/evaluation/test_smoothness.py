@@ -25,12 +25,12 @@ def test_differences_and_jumps_of_what_was_executed():
     meter(None)
     meter(played([[0, 1, 3], [5, 5, 5]], [[True] * 3, [True] * 3], [True, False]))  # the second row is not played
     meter(played([[3, 7, 9], [0, 9, 0]], [[True, True, False], [True] * 3], [True, False]))  # it ended after 7
-    found = meter.measured()
+    smoothness = meter.measured()
     # Actions 0 1 3 | 3 7: differences 1 2 0 4, of which the third is at the border.
-    assert found.border_jump == 0.0 and found.borders == 1
-    assert found.inner_jump == pytest.approx((1 + 2 + 4) / 3)
-    assert found.second_difference == pytest.approx((1 + 2 + 4) / 3)  # 1 -2 4
-    assert found.jerk == pytest.approx((3 + 6) / 2)  # -3 6
+    assert smoothness.border_jump == 0.0 and smoothness.borders == 1
+    assert smoothness.inner_jump == pytest.approx((1 + 2 + 4) / 3)
+    assert smoothness.second_difference == pytest.approx((1 + 2 + 4) / 3)  # 1 -2 4
+    assert smoothness.jerk == pytest.approx((3 + 6) / 2)  # -3 6
 
 
 def test_the_beginning_is_no_border_and_episodes_are_not_joined():
@@ -39,12 +39,12 @@ def test_the_beginning_is_no_border_and_episodes_are_not_joined():
         meter(None)
         meter(played([[0, 0, 4, 5]], [[True] * 4], [True]))
         meter(played([[6, 7, 3, 4]], [[True] * 4], [True]))
-    found = meter.measured()
-    assert (found.borders, found.border_jump, found.inner_jump) == (2, 4.0, 1.0)
+    smoothness = meter.measured()
+    assert (smoothness.borders, smoothness.border_jump, smoothness.inner_jump) == (2, 4.0, 1.0)
     nothing = SmoothnessMeter().measured()
     assert json.loads(json.dumps(nothing.to_json()))["jerk"] is None and "nan" not in nothing.text
     # Differences 0 4 1 1 1 -4 1; of these 4 -3 0 0 -5 5; and of those -7 3 0 -5 10.
-    assert found.text == "jump at 2 chunk borders 4.0000, elsewhere 1.0000, second difference 2.8333, jerk 5.0000"
+    assert smoothness.text == "jump at 2 chunk borders 4.0000, elsewhere 1.0000, second difference 2.8333, jerk 5.0000"
 
 
 def test_an_evaluation_is_watched():
@@ -58,9 +58,9 @@ def test_an_evaluation_is_watched():
 
     meter = SmoothnessMeter()
     result = evaluate_policy(LineWorld(2), Alternating(), [11, 12, 13, 14], watch=meter)
-    found = meter.measured()
-    assert found.borders == result.steps - len(result.seeds)
-    assert found.border_jump == pytest.approx(0.1) and found.second_difference == pytest.approx(0.2)
+    smoothness = meter.measured()
+    assert smoothness.borders == result.steps - len(result.seeds)
+    assert smoothness.border_jump == pytest.approx(0.1) and smoothness.second_difference == pytest.approx(0.2)
 
 
 def test_an_angle_that_goes_round_is_no_jump():
@@ -70,5 +70,5 @@ def test_an_angle_that_goes_round_is_no_jump():
         meter = SmoothnessMeter(seams=(), action=action)
         meter(None)
         meter(played(turn, [[True] * 5], [True]))
-        found = meter.measured()
-        assert (found.inner_jump, found.second_difference) == pytest.approx((jump, bend))
+        smoothness = meter.measured()
+        assert (smoothness.inner_jump, smoothness.second_difference) == pytest.approx((jump, bend))

@@ -65,10 +65,10 @@ def test_noise_repeats_bit_for_bit_and_follows_the_mode():
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_batch_size_changes_nothing_though_the_policy_draws_by_torch_for_all_rows(deterministic: bool):
     policy = LinePolicy(speed=0.05, noise=0.1)
-    found = [evaluate_policy(LineWorld(size), policy, SEEDS, deterministic=deterministic) for size in (3, 8, 25)]
-    assert 0 < found[0].success_rate < 1
-    for other in found[1:]:
-        assert outcomes(other) == outcomes(found[0])
+    results = [evaluate_policy(LineWorld(size), policy, SEEDS, deterministic=deterministic) for size in (3, 8, 25)]
+    assert 0 < results[0].success_rate < 1
+    for other in results[1:]:
+        assert outcomes(other) == outcomes(results[0])
 
 
 def test_waves_of_another_noise_are_played_again(tmp_path, monkeypatch):

@@ -40,29 +40,29 @@ class Seen:
 
 def followed(folder, **options):
     """Follow a folder; returns the trackers made for it, one of them."""
-    seen = []
+    run_trackers = []
 
     def make(run):
-        seen.append(Seen(run, **options))
-        return seen[0]
+        run_trackers.append(Seen(run, **options))
+        return run_trackers[0]
 
     folder.followers.append(Following(make, TrackedRun(folder.path, "train-x-0", {}), folder))
-    return seen
+    return run_trackers
 
 
 def test_every_number_arrives_under_its_counter(tmp_path):
     folder = RunFolder(tmp_path)
-    seen = followed(folder)
+    run_trackers = followed(folder)
     folder.log({"iteration": 0, "success": 0.5, "kept": True, "why": "text", "missing": None})
     folder.log({"critic_step": 3, "loss": 1})
     (tmp_path / "base_and_tuned.mp4").write_bytes(b"x")
     folder.followers[0].finish()
-    assert seen[0].received == [
+    assert run_trackers[0].received == [
         (0, {"iteration/success": 0.5}),
         (3, {"critic_step/loss": 1.0}),
         ("base_and_tuned", "base_and_tuned.mp4"),
     ]
-    assert seen[0].finished
+    assert run_trackers[0].finished
 
 
 def test_steps_that_a_resumed_run_repeats_are_not_sent_again(tmp_path):
@@ -70,26 +70,26 @@ def test_steps_that_a_resumed_run_repeats_are_not_sent_again(tmp_path):
     for step in (10, 20, 30):
         folder.log({"step": step, "loss": 1.0})
     again = RunFolder(tmp_path)
-    seen = followed(again)
+    run_trackers = followed(again)
     again.rewind("step", 20)  # the checkpoint lay there
     for step in (30, 40):
         again.log({"step": step, "loss": 2.0})
     again.log({"step": 10, "error": 3.0})  # of another fit of the same run
     again.followers[0].finish()
-    assert seen[0].received == [(40, {"step/loss": 2.0}), (10, {"step/error": 3.0})]
+    assert run_trackers[0].received == [(40, {"step/loss": 2.0}), (10, {"step/error": 3.0})]
     assert [line["step"] for line in again.metrics()] == [10, 20, 30, 40, 10]
 
 
 def test_a_tracker_that_fails_is_switched_off_and_the_run_goes_on(tmp_path):
     folder = RunFolder(tmp_path)
-    seen = followed(folder, fails=2)
+    run_trackers = followed(folder, fails=2)
     folder.log({"step": 1, "loss": 1.0})
     folder.log({"step": 2, "loss": 1.0})
     with pytest.warns(RobopolicyWarning, match=r"run.tracker failed and is disabled: .*no space left"):
         folder.followers[0].finish()
     folder.log({"step": 3, "loss": 1.0})
     folder.followers[0].finish()
-    assert len(seen[0].received) == 1 and len(folder.metrics()) == 3 and not seen[0].finished
+    assert len(run_trackers[0].received) == 1 and len(folder.metrics()) == 3 and not run_trackers[0].finished
 
 
 def test_a_tracker_that_cannot_begin_is_switched_off_but_a_missing_package_is_said_first(tmp_path):
@@ -173,7 +173,7 @@ def in_wandb(path):
     """Return the records of a .wandb file, which is a log in LevelDB's format: blocks of 32 KiB, a header a piece."""
     from wandb.proto import wandb_internal_pb2
 
-    data, found, whole, place = path.read_bytes(), [], b"", 7
+    data, records, whole, place = path.read_bytes(), [], b"", 7
     while place + 7 <= len(data):
         if 2**15 - place % 2**15 < 7:
             place += 2**15 - place % 2**15
@@ -182,9 +182,9 @@ def in_wandb(path):
         whole += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or the last piece
-            found.append(wandb_internal_pb2.Record.FromString(whole))
+            records.append(wandb_internal_pb2.Record.FromString(whole))
             whole = b""
-    return found
+    return records
 
 
 def read_back(name, run, tmp_path):
@@ -249,5 +249,5 @@ def test_its_own_reader_reads_back_a_finetuning_that_was_interrupted(name, tmp_p
     expected = [(line["iteration"], line["deterministic_success"]) for line in logged]
     assert len(expected) == 4 and success == expected
     assert seed == 0 and "base_and_tuned" in " ".join(films)
-    said = json.loads((run / "result.json").read_text())["tuned"]["deterministic"]["success_rate"]
-    assert result == pytest.approx(said)
+    success_rate = json.loads((run / "result.json").read_text())["tuned"]["deterministic"]["success_rate"]
+    assert result == pytest.approx(success_rate)

@@ -96,8 +96,8 @@ def test_recorded_images_stand_above_imagined_ones():
     clip = above(real, imagined, 10, size=24)
     assert len(clip.frames) == 3 and clip.seconds == pytest.approx(0.3)
     middle = clip.frames[1].shape[1] // 4
-    seen = [int(value) for value in clip.frames[1][:, middle, 0] if value in (50, 90, 150, 190)]
-    assert seen == [50] * 24 + [150] * 24 + [90] * 24 + [190] * 24
+    values = [int(value) for value in clip.frames[1][:, middle, 0] if value in (50, 90, 150, 190)]
+    assert values == [50] * 24 + [150] * 24 + [90] * 24 + [190] * 24
 
 
 def test_two_policies_beside_each_other():

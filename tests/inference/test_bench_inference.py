@@ -33,9 +33,9 @@ def _policy(**changes: Any) -> DenoisingPolicy:
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_the_peer_s_loop_decides_as_the_policy_does(prediction: Prediction, clip: float | None):
     policy = _policy(sampling_steps=8, prediction=prediction, clip=clip)
-    seen: Any = {"observation.state": torch.randn(4, 1, 3)}
+    observation: Any = {"observation.state": torch.randn(4, 1, 3)}
     own, theirs = (
-        each.act(seen, torch.Generator().manual_seed(1), deterministic=True).actions
+        each.act(observation, torch.Generator().manual_seed(1), deterministic=True).actions
         for each in (policy, DiffusersLoop(policy))
     )
     assert torch.allclose(own, theirs, atol=1e-4)
@@ -55,20 +55,20 @@ def test_the_peer_is_for_diffusions():
 
 def test_uniform_plans_cost_what_bac_costs():
     policy = _policy(denoiser=DenoiserKind.TRANSFORMER, sampling_steps=40)
-    found = calibrate(policy, {"observation.state": torch.randn(4, 1, 3)}, torch.Generator().manual_seed(0))
+    calibration = calibrate(policy, {"observation.state": torch.randn(4, 1, 3)}, torch.Generator().manual_seed(0))
     for budget in (5, 10, 20):
         names = f"BAC {budget}", f"uniform at the cost of BAC {budget}"
-        own, beside = (_plan(name, found).share for name in names)
+        own, beside = (_plan(name, calibration).share for name in names)
         assert abs(own - beside) < 1 / 40
 
 
 def test_first_block_caching_computes_less_the_more_it_lets_pass():
     """Where nothing may change all is computed, so it decides as the reference does."""
     policy = _policy(denoiser=DenoiserKind.TRANSFORMER, sampling_steps=40)
-    seen: Any = {"observation.state": torch.randn(1, 1, 3)}
-    own = decided(policy, seen)
+    observation: Any = {"observation.state": torch.randn(1, 1, 3)}
+    own = decided(policy, observation)
     ways = [with_engine(policy, LEAN, FirstBlockCaching(each)) for each in (0.0, *CHANGES)]
-    errors = [action_error(decided(way, seen), own) for way in ways]
+    errors = [action_error(decided(way, observation), own) for way in ways]
     assert errors[0] < EXACT < errors[1] < errors[2]
 
 
@@ -91,11 +91,11 @@ def test_tables_and_plot_show_every_way():
 
 def test_times_are_taken_anew_and_success_is_not(tmp_path, monkeypatch):
     policy, judged, clock = _policy(), list[int](), itertools.count(1)
-    seen: Any = {"observation.state": torch.randn(4, 1, 3)}
+    observation: Any = {"observation.state": torch.randn(4, 1, 3)}
     ways = {"reference": inference.Way(policy, policy), "lean": inference.Way(with_engine(policy, LEAN), policy)}
     monkeypatch.setattr(inference, "POLICIES", {"tiny": {"reference": inference.Arm(), "lean": inference.Arm(LEAN)}})
     monkeypatch.setattr(inference, "made", lambda *case: ways)
-    monkeypatch.setattr(inference, "recorded", lambda *case: seen)
+    monkeypatch.setattr(inference, "recorded", lambda *case: observation)
     monkeypatch.setattr(inference, "judged", lambda *case: judged.append(1) or {"success_rate": 0.5})
     monkeypatch.setattr(
         inference, "timed", lambda made, first, rounds: dict.fromkeys(made, Timing(np.full(rounds, next(clock))))

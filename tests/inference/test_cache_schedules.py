@@ -53,9 +53,9 @@ def test_anchors_are_the_best_of_all_subsets(last: int):
     for steps, seed in itertools.product((1 + last, 5, 8), range(5)):
         similarity = _random(3, steps, seed)
         for budget in range(1 + last, steps + 1):
-            found = anchors(similarity, budget, last)
-            assert (found.sum(1) == budget).all()
-            for matrix, row in zip(similarity, found, strict=True):
+            anchor_rows = anchors(similarity, budget, last)
+            assert (anchor_rows.sum(1) == budget).all()
+            for matrix, row in zip(similarity, anchor_rows, strict=True):
                 every = itertools.combinations(range(1, steps), budget - 1)
                 allowed = [(0, *rest) for rest in every if set(range(steps - last, steps)) <= {0, *rest}]
                 best = max(_gain(matrix, chosen) for chosen in allowed)
@@ -78,9 +78,9 @@ def test_the_bubbling_union_by_hand():
     own = [{0, 5}, {0, 2}, {0, 7}, {0, 4}]  # attention, feed-forward, attention, feed-forward
     updates = torch.tensor([[step in row for step in range(8)] for row in own])
     surge = torch.tensor([0.3, 0.1, 0.4, 0.2])
-    found = bubbling_union(updates, surge, spreading(NAMES), 2)
+    blocks = bubbling_union(updates, surge, spreading(NAMES), 2)
     # The two attentions surge most: the first is asked by both feed-forward layers, the second by the one after it.
-    assert [set(_chosen(row)) for row in found] == [{0, 2, 4, 5}, {0, 2}, {0, 4, 7}, {0, 4}]
+    assert [set(_chosen(row)) for row in blocks] == [{0, 2, 4, 5}, {0, 2}, {0, 4, 7}, {0, 4}]
     every = bubbling_union(updates, surge, spreading(NAMES), 9)
     assert [set(_chosen(row)) for row in every] == [{0, 2, 4, 5}, {0, 2, 4}, {0, 4, 7}, {0, 4}]
     assert torch.equal(bubbling_union(updates, surge, spreading(NAMES), 0), updates)
@@ -226,10 +226,10 @@ def test_a_calibration_is_what_the_blocks_do_in_the_chain(config: DenoisingPolic
     policy = _policy(config)
     decision = policy.act(_observation(), _generator(), deterministic=deterministic)
     similarity, surge = _slow_calibration(policy, decision.latents["chain"][:, :-1])
-    found = calibrate(policy, _observation(), _generator(), deterministic=deterministic)
-    assert (found.blocks, found.rows, found.steps) == (NAMES, 5, 5)
-    torch.testing.assert_close(found.similarity.float(), similarity, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(found.surge.float(), surge, atol=1e-5, rtol=1e-4)
+    calibration = calibrate(policy, _observation(), _generator(), deterministic=deterministic)
+    assert (calibration.blocks, calibration.rows, calibration.steps) == (NAMES, 5, 5)
+    torch.testing.assert_close(calibration.similarity.float(), similarity, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(calibration.surge.float(), surge, atol=1e-5, rtol=1e-4)
 
 
 def test_a_few_rows_at_a_time_are_averaged_alike():

@@ -37,12 +37,12 @@ def _random_plan(blocks: tuple[str, ...], seed: int) -> CachePlan:
 
 
 def _chain(predict: Callable[[Tensor, int], Tensor], rows: int) -> Tensor:
-    x, found = torch.randn(rows, P, A, generator=torch.Generator().manual_seed(1)), []
+    x, predictions = torch.randn(rows, P, A, generator=torch.Generator().manual_seed(1)), []
     for step in range(K):
         prediction = predict(x, step)
-        found.append(prediction)
+        predictions.append(prediction)
         x = 0.6 * x + prediction
-    return torch.stack(found)
+    return torch.stack(predictions)
 
 
 def _cached(denoiser: Denoiser, caching: Caching, condition: Tensor) -> CachedSteps:
@@ -120,9 +120,9 @@ def test_a_plan_is_executed_as_the_slow_reference_executes_it(kind: DenoiserKind
         plan, kept = _random_plan(denoiser.block_names, seed), Kept()
         now = [[row[step] for row in plan.updates] for step in range(K)]
         expected = _chain(lambda x, step: SLOW[kind](denoiser, x, features[step], now[step], kept), rows)  # noqa: B023
-        found = _chain(_cached(denoiser, plan, condition).one, rows)
-        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-4)
-        assert seed == 0 or not torch.allclose(found, full, atol=1e-4)  # plans differ in what they answer
+        predictions = _chain(_cached(denoiser, plan, condition).one, rows)
+        torch.testing.assert_close(predictions, expected, atol=2e-6, rtol=1e-4)
+        assert seed == 0 or not torch.allclose(predictions, full, atol=1e-4)  # plans differ in what they answer
 
 
 @pytest.mark.checks("BAC")
@@ -193,10 +193,10 @@ class _Talks:
 @pytest.mark.checks("BAC")
 def test_blocks_are_computed_when_planned_and_held_by_reference():
     talks, memory = _Talks([1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]), replace(PLAN, order=0).begin()
-    said = [talks.say(memory, step) for step in range(4)]
-    assert [[float(value) for value in row] for row in said] == [[1, 5], [1, 5], [3, 5], [3, 5]]
+    outputs = [talks.say(memory, step) for step in range(4)]
+    assert [[float(value) for value in row] for row in outputs] == [[1, 5], [1, 5], [3, 5], [3, 5]]
     assert talks.computed == [(0, 0), (1, 0), (0, 2)]
-    assert said[3][0] is talks.outputs[0][2]  # no copy
+    assert outputs[3][0] is talks.outputs[0][2]  # no copy
     later = replace(PLAN, order=0).begin()
     assert [float(value) for value in talks.say(later, 1)] == [2, 6]  # a chain that begins late knows nothing yet
     assert [float(value) for value in talks.say(later, 3)] == [2, 6]
@@ -219,10 +219,10 @@ def test_taylor_extrapolation_by_hand(order: int, expected: list[float]):
 def test_the_first_block_decides_by_hand():
     talks = _Talks([10.0, 10.4, 10.6, 10.9, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     memory = FirstBlockCaching(0.05).begin()
-    said = [[float(value) for value in talks.say(memory, step)] for step in range(6)]
+    outputs = [[float(value) for value in talks.say(memory, step)] for step in range(6)]
     # 4 % and 6 % from the remembered 10, 2.8 % from 10.6, then all; from nothing to nothing has no relative change
     assert memory.computed == [0, 2, 4, 5]
-    assert said == [pytest.approx(pair) for pair in ([10, 1], [10.4, 1], [10.6, 3], [10.9, 3], [0, 5], [0, 6])]
+    assert outputs == [pytest.approx(pair) for pair in ([10, 1], [10.4, 1], [10.6, 3], [10.9, 3], [0, 5], [0, 6])]
 
 
 @torch.no_grad()

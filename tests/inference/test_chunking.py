@@ -43,8 +43,8 @@ class Numbered:
 
 
 def chunk_of(policy, *numbers: float) -> list[list[float]]:
-    seen = {STATE: torch.tensor(numbers)[:, None, None]}
-    return policy.act(seen, torch.Generator().manual_seed(0)).actions[..., 0].tolist()
+    observation = {STATE: torch.tensor(numbers)[:, None, None]}
+    return policy.act(observation, torch.Generator().manual_seed(0)).actions[..., 0].tolist()
 
 
 def test_the_last_plan_goes_on_for_as_long_as_a_decision_takes_and_rows_begin_when_they_are_reset():
@@ -106,11 +106,11 @@ def test_a_policy_of_ours_predicts_what_it_would_execute_and_more(kind: PolicyKi
     policy = DenoisingPolicy(
         replace(config, prediction_steps=5), {STATE: Field((3,))}, Field((2,), low=-1, high=1), fps=10
     )
-    seen = {STATE: torch.randn(4, 1, 3, generator=torch.Generator().manual_seed(1))}
+    observation = {STATE: torch.randn(4, 1, 3, generator=torch.Generator().manual_seed(1))}
     draws = [torch.Generator().manual_seed(0) for _ in range(2)]
-    predicted = policy.predict(seen, draws[0], deterministic=deterministic)
+    predicted = policy.predict(observation, draws[0], deterministic=deterministic)
     assert predicted.shape == (4, 5, 2) and not predicted.requires_grad
-    assert torch.equal(predicted[:, :2], policy.act(seen, draws[1], deterministic=deterministic).actions)
+    assert torch.equal(predicted[:, :2], policy.act(observation, draws[1], deterministic=deterministic).actions)
 
 
 def test_ensembling_weighs_all_plans_of_a_step_as_act_does():
@@ -126,14 +126,14 @@ def test_ensembling_weighs_all_plans_of_a_step_as_act_does():
     policy.reset()
     executed = torch.cat([torch.tensor(chunk_of(policy, number, number)) for number in range(6)], 1)
     for step in range(delay, 12):
-        said = []
+        plan_actions = []
         for number in range(6):
             # Plan 0 begins after the hold; the others begin when they are asked for, and are at hand d steps later.
             begins = delay if number == 0 else number * chunk
             if number * chunk + delay <= step < min(begins + prediction, number * chunk + prediction):
-                said.append(plans[number][:, step - begins, 0])
-        weights = torch.exp(-decay * torch.arange(len(said)))
-        expected = sum(weight * value for weight, value in zip(weights, said, strict=True)) / weights.sum()
+                plan_actions.append(plans[number][:, step - begins, 0])
+        weights = torch.exp(-decay * torch.arange(len(plan_actions)))
+        expected = sum(weight * value for weight, value in zip(weights, plan_actions, strict=True)) / weights.sum()
         assert torch.allclose(executed[:, step], expected, atol=1e-6), step
 
 
@@ -231,10 +231,10 @@ def test_a_delay_is_the_same_in_a_world_and_in_its_imagination(kind: str):
     real, inside = make_world("push_cube", 3, threads=1), make_world("push_cube", 3, threads=1)
     policy = DenoisingPolicy(SMALL, real.spec.observation, real.spec.action, fps=real.spec.fps)
     delayed, seeds = with_chunking(policy, kind, Delay(2)), np.arange(5)
-    found = [evaluate_policy(world, delayed, seeds, deterministic=False) for world in (real, oracle_twin(inside))]
-    assert np.array_equal(found[0].returns, found[1].returns) and np.ptp(found[0].returns) > 0
+    results = [evaluate_policy(world, delayed, seeds, deterministic=False) for world in (real, oracle_twin(inside))]
+    assert np.array_equal(results[0].returns, results[1].returns) and np.ptp(results[0].returns) > 0
     prompt = evaluate_policy(real, policy, seeds, deterministic=False)
-    assert not np.array_equal(prompt.returns, found[0].returns)
+    assert not np.array_equal(prompt.returns, results[0].returns)
 
 
 def test_every_registered_chunking_is_found():
@@ -274,8 +274,8 @@ def test_the_verb_delays_measures_and_takes_a_strangers_chunking_by_its_dotted_p
     prompt = judged("prompt")
     assert "smoothness" not in prompt
     late = judged("late", "evaluate.latency_steps=2", "evaluate.chunking=rtc")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "policy, deterministic: jump" in said and "chunk borders" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "policy, deterministic: jump" in output and "chunk borders" in output
     assert set(late["smoothness"]) == {"deterministic", "stochastic"}
     assert late["smoothness"]["stochastic"]["borders"] > 0 and late["smoothness"]["deterministic"]["jerk"] > 0
     strange = "evaluate.chunking=strange_chunking:reluctant"

@@ -39,12 +39,14 @@ def _policy(config: DenoisingPolicyConfig, camera: bool = False) -> DenoisingPol
 
 def _seen(policy: DenoisingPolicy, rows: int = 5) -> dict[str, Any]:
     draws = torch.Generator().manual_seed(3)
-    seen: dict[str, Any] = {"task": [TASKS[place % 2] for place in range(rows)]}
+    observation: dict[str, Any] = {"task": [TASKS[place % 2] for place in range(rows)]}
     for key, field in policy.fields.items():
         shape = (rows, policy.config.history, *field.shape)
         image = key == CAMERA
-        seen[key] = torch.randint(256, shape, generator=draws).byte() if image else torch.randn(shape, generator=draws)
-    return seen
+        observation[key] = (
+            torch.randint(256, shape, generator=draws).byte() if image else torch.randn(shape, generator=draws)
+        )
+    return observation
 
 
 def _random(seed: int) -> tuple[DenoisingPolicyConfig, bool, int | None]:
@@ -99,10 +101,10 @@ def test_lean_decides_as_the_reference_over_random_configurations(seed: int):
     _tune(policy, tuned)
     fast = with_engine(policy, LEAN)
     for rows, deterministic in ((5, True), (5, False), (1, True), (1, False)):
-        seen = _seen(policy, rows)
-        own = policy.act(seen, torch.Generator().manual_seed(7), deterministic=deterministic).actions
-        found = fast.act(seen, torch.Generator().manual_seed(7), deterministic=deterministic).actions
-        assert torch.allclose(found, own, atol=1e-5), (config, rows, deterministic)
+        observation = _seen(policy, rows)
+        own = policy.act(observation, torch.Generator().manual_seed(7), deterministic=deterministic).actions
+        fast_actions = fast.act(observation, torch.Generator().manual_seed(7), deterministic=deterministic).actions
+        assert torch.allclose(fast_actions, own, atol=1e-5), (config, rows, deterministic)
     plans = [
         each.predict(_seen(policy), torch.Generator().manual_seed(7), deterministic=True) for each in (policy, fast)
     ]
@@ -116,11 +118,11 @@ def test_a_table_that_would_be_too_large_is_not_filled(
 ):
     monkeypatch.setattr(lean, "CONTEXTS", 0)
     policy = _policy(DenoisingPolicyConfig(denoiser=denoiser, width=16, depth=2, heads=2, sampling_steps=steps))
-    own, found = (
+    own, actions = (
         each.act(_seen(policy), torch.Generator().manual_seed(7), deterministic=True).actions
         for each in (policy, with_engine(policy, LEAN))
     )
-    assert torch.allclose(found, own, atol=1e-5)
+    assert torch.allclose(actions, own, atol=1e-5)
 
 
 def test_tables_follow_the_weights():
@@ -132,36 +134,36 @@ def test_tables_follow_the_weights():
     with torch.no_grad():
         policy.network.encoder.normalizer(STATE).offset.add_(1.0)  # type: ignore[attr-defined]
     draws = [torch.Generator().manual_seed(7) for _ in range(3)]
-    own, found, old = (
+    own, actions, old = (
         each.act(_seen(policy), draw, deterministic=True).actions
         for each, draw in zip((policy, fast, before), draws, strict=True)
     )
-    assert torch.allclose(found, own, atol=1e-5) and not torch.allclose(found, old, atol=1e-3)
+    assert torch.allclose(actions, own, atol=1e-5) and not torch.allclose(actions, old, atol=1e-3)
 
 
 def test_an_engine_keeps_the_promises_of_a_policy_and_refuses_what_the_policy_refuses():
     policy = _policy(DenoisingPolicyConfig(width=16, depth=2, sampling_steps=3, denoising_steps=20, chunk=2))
-    fast, seen = with_engine(policy, LEAN), _seen(policy)
+    fast, observation = with_engine(policy, LEAN), _seen(policy)
     check_policy(fast)
     bad: list[tuple[dict[str, Any], type[Exception]]] = [
-        ({STATE: seen[STATE] * float("nan")}, NonFiniteError),
-        ({STATE: seen[STATE][..., :2]}, SpecError),
-        ({GOAL: seen[GOAL][:2]}, SpecError),
+        ({STATE: observation[STATE] * float("nan")}, NonFiniteError),
+        ({STATE: observation[STATE][..., :2]}, SpecError),
+        ({GOAL: observation[GOAL][:2]}, SpecError),
     ]
     for change, kind in bad:
         with pytest.raises(kind, match="observation"):
-            fast.act({**seen, **change}, torch.Generator())
+            fast.act({**observation, **change}, torch.Generator())
     with pytest.raises(SpecError, match="no field"):
-        fast.act({STATE: seen[STATE]}, torch.Generator())
+        fast.act({STATE: observation[STATE]}, torch.Generator())
 
 
 def test_bfloat16_is_near_and_is_not_the_same():
     policy = _policy(DenoisingPolicyConfig(width=64, depth=3, sampling_steps=5, denoising_steps=20, chunk=2))
     fast = with_engine(policy, replace(LEAN, precision="bf16"))
-    own, found = (
+    own, actions = (
         each.act(_seen(policy), torch.Generator().manual_seed(7), deterministic=True).actions for each in (policy, fast)
     )
-    assert 0 < float((own - found).abs().max()) < 0.05
+    assert 0 < float((own - actions).abs().max()) < 0.05
     assert policy.network.denoiser.head.weight.dtype is torch.float32  # type: ignore[attr-defined]
 
 
@@ -217,10 +219,10 @@ def test_compiled_decides_as_the_reference_for_any_number_of_rows(denoiser: Deno
     _tune(policy, 2)
     fast = with_engine(policy, InferenceConfig("compiled"))
     for rows, deterministic in ((1, True), (3, True), (4, True), (3, False)):
-        seen = _seen(policy, rows)
-        own = policy.act(seen, torch.Generator().manual_seed(7), deterministic=deterministic).actions
-        found = fast.act(seen, torch.Generator().manual_seed(7), deterministic=deterministic).actions
-        assert torch.allclose(found, own, atol=1e-5), (rows, deterministic)
+        observation = _seen(policy, rows)
+        own = policy.act(observation, torch.Generator().manual_seed(7), deterministic=deterministic).actions
+        fast_actions = fast.act(observation, torch.Generator().manual_seed(7), deterministic=deterministic).actions
+        assert torch.allclose(fast_actions, own, atol=1e-5), (rows, deterministic)
 
 
 @pytest.mark.parametrize("decoding", list(TokenDecoding))
@@ -229,19 +231,25 @@ def test_token_policies_read_an_instruction_once(decoding: TokenDecoding, monkey
     fields = {STATE: Field((3,)), GOAL: Field((2,))}
     token = TokenConfig(width=16, depth=1, heads=2, feed_forward=32, bins=5, decoding=decoding)
     policy = TokenPolicy(TokenPolicyConfig(chunk=2, token=token), fields, ACTION, fps=10, instructions=TASKS)
-    fast, seen = with_engine(policy, LEAN), {key: torch.randn(5, 1, *field.shape) for key, field in fields.items()}
+    fast, observation = (
+        with_engine(policy, LEAN),
+        {key: torch.randn(5, 1, *field.shape) for key, field in fields.items()},
+    )
     reads: list[int] = []
     read = policy.language.read
     monkeypatch.setattr(policy.language, "read", lambda *given: (reads.append(1), read(*given))[1])
     for texts in (TASKS[:1] * 5, [TASKS[place % 2] for place in range(5)], TASKS[:1] * 5):
         both = [
-            each.act({**seen, "task": list(texts)}, torch.Generator().manual_seed(7)).actions for each in (policy, fast)
+            each.act({**observation, "task": list(texts)}, torch.Generator().manual_seed(7)).actions
+            for each in (policy, fast)
         ]
         assert torch.equal(*both)
     assert len(reads) == 3 + 2
     with torch.no_grad():
         policy.head.weight.mul_(-1)
-    both = [each.act({**seen, "task": list(TASKS[:1] * 5)}, torch.Generator()).actions for each in (policy, fast)]
+    both = [
+        each.act({**observation, "task": list(TASKS[:1] * 5)}, torch.Generator()).actions for each in (policy, fast)
+    ]
     assert torch.equal(*both) and len(reads) == 5 + 2
 
 
@@ -250,11 +258,11 @@ def test_a_stream_of_decisions_scored_by_matching_is_that_of_the_reference(deter
     policy = _policy(DenoisingPolicyConfig(width=16, depth=2, sampling_steps=3, likelihood=Likelihood.MATCHING))
     streams = [torch.Generator().manual_seed(7) for _ in range(2)]
     for _ in range(3):
-        own, found = (
+        own, actions = (
             each.act(_seen(policy), stream, deterministic=deterministic).actions
             for each, stream in zip((policy, with_engine(policy, LEAN)), streams, strict=True)
         )
-        assert torch.allclose(found, own, atol=1e-5)
+        assert torch.allclose(actions, own, atol=1e-5)
 
 
 @pytest.mark.parametrize("cached", [True, False])

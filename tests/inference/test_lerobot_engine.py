@@ -174,23 +174,28 @@ def test_blocks_are_remembered_by_plan(tmp_path, clip, kind):
         policy = transformer(tmp_path, clip, objective="flow_matching", num_integration_steps=8)
         layers = policy.policy.config.num_layers
         names = [f"{place}.{part}" for place in range(layers) for part in ("attention", "feed_forward")]
-    seen = example_observation(policy.spec, ROWS, torch.Generator().manual_seed(1))
-    found = calibrate(policy, seen, torch.Generator().manual_seed(0), rows=2)
-    assert list(found.blocks) == names and found.steps == 8 and found.rows == ROWS
-    assert torch.allclose(found.similarity.diagonal(dim1=1, dim2=2), torch.ones(len(names), 8).double(), atol=1e-4)
+    observation = example_observation(policy.spec, ROWS, torch.Generator().manual_seed(1))
+    calibration = calibrate(policy, observation, torch.Generator().manual_seed(0), rows=2)
+    assert list(calibration.blocks) == names and calibration.steps == 8 and calibration.rows == ROWS
+    assert torch.allclose(
+        calibration.similarity.diagonal(dim1=1, dim2=2), torch.ones(len(names), 8).double(), atol=1e-4
+    )
 
     def actions(caching):
-        return lean_lerobot(policy, caching).act(seen, torch.Generator().manual_seed(1)).actions
+        return lean_lerobot(policy, caching).act(observation, torch.Generator().manual_seed(1)).actions
 
     own = actions(None)
-    everything = make_plan(found, CacheConfig("uniform", 8))
+    everything = make_plan(calibration, CacheConfig("uniform", 8))
     assert torch.equal(actions(everything), own) and torch.equal(actions(FirstBlockCaching(0.0)), own)
-    plans = [make_plan(found, CacheConfig("shared", budget)) for budget in (6, 3)]
+    plans = [make_plan(calibration, CacheConfig("shared", budget)) for budget in (6, 3)]
     errors = [float((actions(plan) - own).abs().mean()) for plan in plans]
     assert 0 < errors[0] < errors[1]
-    assert float((actions(make_plan(found, CacheConfig("bac", 4))) - own).abs().mean()) > 0
+    assert float((actions(make_plan(calibration, CacheConfig("bac", 4))) - own).abs().mean()) > 0
     assert (
-        with_engine(policy, InferenceConfig("lean"), everything).act(seen, torch.Generator()).actions.isfinite().all()
+        with_engine(policy, InferenceConfig("lean"), everything)
+        .act(observation, torch.Generator())
+        .actions.isfinite()
+        .all()
     )
 
 
@@ -199,8 +204,8 @@ def test_plans_that_do_not_fit_are_refused(tmp_path, clip):
     plan = CachePlan(("other",), ((True,) * 8,))
     with pytest.raises(ConfigError, match="another network"):
         lean_lerobot(small, plan)
-    seen = example_observation(small.spec, ROWS, torch.Generator().manual_seed(1))
-    fitting = make_plan(calibrate(small, seen, torch.Generator()), CacheConfig("uniform", 4))
+    observation = example_observation(small.spec, ROWS, torch.Generator().manual_seed(1))
+    fitting = make_plan(calibrate(small, observation, torch.Generator()), CacheConfig("uniform", 4))
     longer = diffusion(tmp_path / "b", num_inference_steps=9, noise_scheduler_type="DDIM")
     with pytest.raises(ConfigError, match="chains of 8 steps"):
         lean_lerobot(longer, fitting)

@@ -73,9 +73,9 @@ def test_optimize_keeps_the_fastest_that_is_allowed_and_acting_reads_it(tmp_path
     exact = load_plan(tmp_path / "checkpoint")
     assert exact is not None and exact.config == InferenceConfig("lean") and exact.cache is None
     assert main([*given, *small, "optimize.max_action_error=1e9", "run.threads=1", "optimize.evaluate_episodes=4"]) == 0
-    said = capsys.readouterr().out
-    assert "Chosen: lean, 2.0x faster than the reference" in said and "Chosen: ddim 1, 4.0x" in said
-    assert "bac cache 3" in said and "shared cache 3, order 1" in said
+    output = capsys.readouterr().out
+    assert "Chosen: lean, 2.0x faster than the reference" in output and "Chosen: ddim 1, 4.0x" in output
+    assert "bac cache 3" in output and "shared cache 3, order 1" in output
     chosen = load_plan(tmp_path / "checkpoint")
     assert chosen is not None and chosen.measured["error"] > 1e-3
     result = json.loads((tmp_path / "runs" / "optimize" / "reach_planar" / "0" / "result.json").read_text())
@@ -103,8 +103,8 @@ def test_what_decides_by_means_of_another_policy_is_tried_with_fewer_steps_too(t
     small = ["optimize.rounds=2", "optimize.steps=[1]", f"run.root={tmp_path / 'runs'}", "run.threads=1"]
     monkeypatch.setattr(optimize, "timed", _clocked)
     assert main([*given, *small, "optimize.max_action_error=1e9"]) == 0
-    said = capsys.readouterr().out
-    assert "Chosen: ddim 1, 4.0x" in said and "bf16" in said and "No block caches: SteeredPolicy wraps" in said
+    output = capsys.readouterr().out
+    assert "Chosen: ddim 1, 4.0x" in output and "bf16" in output and "No block caches: SteeredPolicy wraps" in output
     acting = load_acting(InferenceSection(), tmp_path / "checkpoint")
     assert isinstance(acting, SteeredPolicy) and isinstance(acting.inner, LeanDenoising)
     assert len(acting.inner.samplers[True].steps) == 1
@@ -166,11 +166,11 @@ def test_a_plan_measured_elsewhere_is_used_and_said(tmp_path: Path):
 
 def test_a_plan_that_a_chunking_leaves_aside_is_named(tmp_path: Path, recwarn: pytest.WarningsRecorder):
     policy = _checkpoint(tmp_path / "checkpoint", chunk=4, prediction_steps=8)
-    for engine, said in (("reference", 0), ("lean", 1)):
+    for engine, warning_count in (("reference", 0), ("lean", 1)):
         plan = InferencePlan(InferenceConfig(engine), weights_hash(tmp_path / "checkpoint"))
         save_plan(tmp_path / "checkpoint", plan)
         assert isinstance(load_acting(InferenceSection(), tmp_path / "checkpoint", chunking="rtc"), DenoisingPolicy)
-        assert len(recwarn) == said
+        assert len(recwarn) == warning_count
     assert "is not used with chunking=rtc" in str(recwarn.pop(RobopolicyWarning).message)
     for chunking in ("prefetch", "ensembling", "bidirectional"):  # the way out that it names
         lean = load_acting(InferenceSection("lean"), tmp_path / "checkpoint", chunking=chunking)

@@ -133,12 +133,12 @@ def test_a_plan_for_other_chains_is_refused_as_one_of_a_policy_is(recorded: tupl
     """The weights are the same, and config.json asks for other steps; or it was made with another torch."""
     model = video_model(recorded[1], seed=3)
     save_world_model(model, tmp_path)
-    found = weights_hash(tmp_path)
-    for steps, made, said in ((K + 1, {}, r"7 steps, .* has 6\. .* uses no"), (K, {"version": "1"}, "torch 1")):
+    file_hash = weights_hash(tmp_path)
+    for steps, made, message in ((K + 1, {}, r"7 steps, .* has 6\. .* uses no"), (K, {"version": "1"}, "torch 1")):
         held = CachePlan.of(model.block_names, torch.ones(len(model.block_names), steps, dtype=torch.bool))
-        plan = InferencePlan(InferenceConfig(), found, held, **made)
+        plan = InferencePlan(InferenceConfig(), file_hash, held, **made)
         save_plan(tmp_path, plan)
-        with pytest.warns(RobopolicyWarning, match=said):
+        with pytest.warns(RobopolicyWarning, match=message):
             loaded: Any = load_imagining(tmp_path)
         assert (loaded.caching is None) == (steps != K)
 
@@ -159,8 +159,8 @@ def test_errors_are_shares_of_what_changes():
     # the present is 10, the reference sees 14: a model that sees 12 is half wrong, one that sees 10 stood still
     models: Any = {"reference": Drawn(14.0), "half": Drawn(12.0), "still": Drawn(10.0), "beyond": Drawn(18.0)}
     chains = Chains({}, torch.zeros(3, CHUNK, 2))
-    found = errors_of(models, chains, {CAMERA: torch.full((3, 2, 2, 3), 10, dtype=torch.uint8)})
-    assert found == pytest.approx({"reference": 0.0, "half": 0.5, "still": 1.0, "beyond": 1.0})
+    errors = errors_of(models, chains, {CAMERA: torch.full((3, 2, 2, 3), 10, dtype=torch.uint8)})
+    assert errors == pytest.approx({"reference": 0.0, "half": 0.5, "still": 1.0, "beyond": 1.0})
 
 
 def test_models_and_data_with_nothing_to_try_are_refused(

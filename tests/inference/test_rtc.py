@@ -102,8 +102,8 @@ def test_a_diffusion_is_corrected_by_its_posteriors_closed_form(prediction: Pred
     error = guided.weights * (guided.target - steps.clean(x))
     r2 = 1 - alpha
     expected = steps.clean(x) + (1 - alpha) / alpha.sqrt() / r2 * (error.flatten(1) @ steps.matrix.T).view(x.shape)
-    found = schedule.clean_estimate(x, GuidedSteps(steps, schedule, guided).one(x, step), step)
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    estimate = schedule.clean_estimate(x, GuidedSteps(steps, schedule, guided).one(x, step), step)
+    assert torch.allclose(estimate, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     bounded = schedule.clean_estimate(x, GuidedSteps(steps, schedule, guidance(strongest=0.01)).one(x, step), step)
     assert (bounded - steps.clean(x)).norm() < 0.1 * (expected - steps.clean(x)).norm()
 
@@ -164,15 +164,15 @@ def made(kind: PolicyKind, **settings) -> DenoisingPolicy:
 def test_where_nothing_overlaps_the_plan_is_the_unguided_one(kind: PolicyKind, name: str):
     policy = made(kind)
     delayed = with_chunking(policy, name, Delay(2))
-    seen = {STATE: drawn(3, ROWS, 1, 1)}
+    observation = {STATE: drawn(3, ROWS, 1, 1)}
     draws = torch.Generator().manual_seed(0)
     delayed.reset()
-    delayed.act(seen, draws)
+    delayed.act(observation, draws)
     delayed.reset([0, 2])  # their episodes begin: only row 1 has a plan to go on with
     before = draws.get_state()
-    guided = delayed.act(seen, draws).actions
+    guided = delayed.act(observation, draws).actions
     draws.set_state(before)
-    free = policy.predict(seen, draws)
+    free = policy.predict(observation, draws)
     assert torch.equal(guided[[0, 2], 2:], free[[0, 2], :2])
     assert not torch.allclose(guided[1, 2:], free[1, 2:4], atol=1e-3)
     assert all(weight.grad is None for weight in policy.parameters())
@@ -194,10 +194,12 @@ def trained(policy: DenoisingPolicy, draws: torch.Generator, steps: int = 250) -
 
 def border(policy: DenoisingPolicy, name: str, draws: torch.Generator) -> tuple[float, float]:
     """Return how often the second plan takes the other way than the first, and the mean jump between them."""
-    seen, delayed = {STATE: torch.zeros(256, 1, 1)}, with_chunking(policy, name, Delay(2))
+    observation, delayed = {STATE: torch.zeros(256, 1, 1)}, with_chunking(policy, name, Delay(2))
     delayed.reset()
-    delayed.act(seen, draws, deterministic=True)
-    chunk = delayed.act(seen, draws, deterministic=True).actions  # two steps of the first plan, two of the second
+    delayed.act(observation, draws, deterministic=True)
+    chunk = delayed.act(
+        observation, draws, deterministic=True
+    ).actions  # two steps of the first plan, two of the second
     assert 0.3 < float((chunk[:, 0] > 0).float().mean()) < 0.7
     crossed = (chunk[:, 1].sign() != chunk[:, 2].sign()).float().mean()
     return float(crossed), float((chunk[:, 2] - chunk[:, 1]).abs().mean())
@@ -228,16 +230,16 @@ def test_a_policy_that_was_trained_to_continue_does_so_unguided():
 def test_what_is_distilled_from_it_continues_too(steps: int):
     draws = torch.Generator().manual_seed(0)
     teacher = trained(made(PolicyKind.FLOW, prefix_steps=2), draws)
-    lesson, seen = Distillation(teacher, DistillConfig(steps=steps)), {STATE: torch.zeros(128, 1, 1)}
+    lesson, observation = Distillation(teacher, DistillConfig(steps=steps)), {STATE: torch.zeros(128, 1, 1)}
     optimiser = torch.optim.Adam(lesson.parameters(), 3e-3)
     for _ in range(200):
         optimiser.zero_grad()
-        lesson.loss({"observation": seen}, draws)["distance"].mean().backward()
+        lesson.loss({"observation": observation}, draws)["distance"].mean().backward()
         optimiser.step()
     rest = torch.tensor([0.6, -0.6]).repeat_interleave(4).view(2, 4, 1).repeat(32, 1, 1)
-    underway, seen = Underway(rest, torch.ones(64, dtype=torch.int64), 2, 4), {STATE: torch.zeros(64, 1, 1)}
+    underway, observation = Underway(rest, torch.ones(64, dtype=torch.int64), 2, 4), {STATE: torch.zeros(64, 1, 1)}
     behind = [
-        continued(each, seen, torch.Generator().manual_seed(3), underway, deterministic=True)[:, 2:]
+        continued(each, observation, torch.Generator().manual_seed(3), underway, deterministic=True)[:, 2:]
         for each in (teacher, lesson.student)
     ]
     assert (behind[0] - behind[1]).square().mean().sqrt() < 0.08  # .24 and .12 where it was never given any
@@ -248,10 +250,10 @@ def test_steps_that_are_given_stay_in_the_plan_as_they_were_given():
     policy = trained(made(PolicyKind.FLOW, prefix_steps=3), torch.Generator().manual_seed(0), steps=20)
     rest = torch.tensor([[0.6, 0.5, 0.4, 0.3], [-0.6, -0.5, -0.4, -0.3]])[..., None]
     underway = Underway(rest, torch.tensor([1, 0]), delay=3, chunk=4)
-    seen, draws = {STATE: torch.zeros(2, 1, 1)}, torch.Generator().manual_seed(0)
-    plan = continued(policy, seen, draws, underway, deterministic=True)
+    observation, draws = {STATE: torch.zeros(2, 1, 1)}, torch.Generator().manual_seed(0)
+    plan = continued(policy, observation, draws, underway, deterministic=True)
     assert torch.equal(plan[0, :3], rest[0, :3]) and not torch.allclose(plan[0, 3], rest[0, 3])
-    free = policy.predict(seen, torch.Generator().manual_seed(0), deterministic=True)
+    free = policy.predict(observation, torch.Generator().manual_seed(0), deterministic=True)
     assert torch.equal(plan[1], free[1])  # nothing is underway there
 
 
@@ -263,8 +265,8 @@ def test_given_steps_are_taken_as_they_are_and_cost_nothing(denoiser: DenoiserKi
     assert torch.equal(told[..., 1].sum(1), count.float())
     assert torch.equal(told[0, :, 0], x[0, :, 0]) and torch.equal(told[2, :3, 0], clean[2, :3, 0])
     assert torch.equal(told[2, 3:, 0], x[2, 3:, 0])
-    seen = policy.encode({STATE: torch.zeros(ROWS, 1, 1)})
-    predict = lambda latents: policy.network.denoise(latents, torch.full((ROWS,), 0.5), seen)  # noqa: E731
+    observation = policy.encode({STATE: torch.zeros(ROWS, 1, 1)})
+    predict = lambda latents: policy.network.denoise(latents, torch.full((ROWS,), 0.5), observation)  # noqa: E731
     assert predict(told).shape == (ROWS, 8, 1)
     assert torch.equal(predict(x), predict(with_prefix(x, clean, torch.zeros_like(count))))  # nothing is given
     # Only the first step is valid, and it is given in three of four samples: those have nothing to learn.

@@ -103,8 +103,8 @@ def test_a_policy_s_own_steps_are_the_schedule_s(clip: float | None, determinist
             normal = schedule.transition(x, _network(x, times[step]), step, deterministic=deterministic)
             x = normal.sample(noise[step])
         scaled = noise * table.stds[:, None, None, None]
-        found = sample(table, lambda x, step, at=times: _network(x, at[step]), start, scaled)
-        assert torch.allclose(found, x, atol=1e-5)
+        sample_end = sample(table, lambda x, step, at=times: _network(x, at[step]), start, scaled)
+        assert torch.allclose(sample_end, x, atol=1e-5)
 
 
 def test_samplers_of_other_policies_and_step_counts_are_refused():

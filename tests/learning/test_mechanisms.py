@@ -45,15 +45,15 @@ def one_thread():
 
 def successes(lengths: tuple[int, ...], seeds: int = 4, bias: float = 0.0, world: dict | None = None, **changes):
     """Success after fine-tuning, one figure a seed, and the environment steps of a run."""
-    found, steps = [], 0
+    rates, steps = [], 0
     for seed in range(seeds):
         policy = ChoicePolicy(seed=seed)
         with torch.no_grad():
             policy.layers[2].bias[0] += bias
         made = LockWorld(64, lengths, **(world or {}))
         steps = finetune(policy, None, made, replace(LOCK, **changes), seed=seed).env_steps
-        found.append(success_of(policy, lengths))
-    return np.array(found), steps
+        rates.append(success_of(policy, lengths))
+    return np.array(rates), steps
 
 
 def signals(folder: Path, lengths: tuple[int, ...], seeds: int = 4, **changes) -> tuple[float, float]:
@@ -171,27 +171,27 @@ def true_advantages(rollouts: Rollouts, length: int, spare: int) -> np.ndarray:
 
     chosen = rollouts.latents["token"][..., 0].numpy()
     context = rollouts.observation[STATE][:, 0, 0, LONGEST : LONGEST + CONTEXTS].argmax(-1).numpy()
-    found = np.zeros(chosen.shape)
+    advantages = np.zeros(chosen.shape)
     for row in range(len(chosen)):
         wrong = 0
         for time in range(length):
             missed = int(chosen[row, time] != (3 * context[row] + 2 * time + time // 2) % 3)
-            found[row, time] = value(time + 1, wrong + missed) - value(time, wrong)
+            advantages[row, time] = value(time + 1, wrong + missed) - value(time, wrong)
             wrong += missed
-    return found
+    return advantages
 
 
 def test_prime_rewards_learned_from_outcomes_follow_the_true_advantages(monkeypatch: pytest.MonkeyPatch):
     """Locks that forgive three wrong choices of six: success alone says little about any one of them."""
-    seen: list[Rollouts] = []
-    monkeypatch.setattr(Learner, "update", lambda self, rollouts, *_, **__: seen.append(rollouts) or {})
+    updates: list[Rollouts] = []
+    monkeypatch.setattr(Learner, "update", lambda self, rollouts, *_, **__: updates.append(rollouts) or {})
     policy = ChoicePolicy()
     with torch.no_grad():
         policy.layers[2].weight.zero_()
     config = replace(LOCK, algorithm="prime", iterations=12, groups=32, group_size=8)
     config = replace(config, options={"prime": {"beta": 1.0, "rate": 1e-2}})
     finetune(policy, None, LockWorld(64, (6,), spare=3), config, seed=0)
-    last = seen[-1]
+    last = updates[-1]
     true = true_advantages(last, 6, 3).ravel()
     outcome = group_advantages.rloo(last, Context(torch.Generator())).numpy().ravel()
     process = last.extras["process"][..., 0].numpy().ravel()

@@ -71,10 +71,10 @@ def test_predictions_of_the_same_sample_give_the_same_transition(prediction: Pre
         x = schedule.corrupt(clean, noise, level)
         target = schedule.target(clean, noise, level)
         assert torch.allclose(schedule.clean_estimate(x, target, unit), clean, atol=1e-4)
-        found = schedule.transition(x, target, unit, deterministic=deterministic)
+        transition = schedule.transition(x, target, unit, deterministic=deterministic)
         expected = reference.transition(x, clean, unit, deterministic=deterministic)
-        assert torch.allclose(found.mean, expected.mean, atol=1e-4)
-        assert torch.equal(found.std, expected.std)
+        assert torch.allclose(transition.mean, expected.mean, atol=1e-4)
+        assert torch.equal(transition.std, expected.std)
 
 
 def test_eta_zero_is_the_deterministic_sampler():
@@ -84,9 +84,9 @@ def test_eta_zero_is_the_deterministic_sampler():
     assert not ddim.density.any()
     for unit in range(ddim.steps):
         expected = ddpm.transition(x, prediction, unit, deterministic=True)
-        found = ddim.transition(x, prediction, unit)
-        assert torch.equal(found.mean, expected.mean)
-        assert not found.std.any() and not expected.std.any()
+        transition = ddim.transition(x, prediction, unit)
+        assert torch.equal(transition.mean, expected.mean)
+        assert not transition.std.any() and not expected.std.any()
 
 
 def test_exploration_floor_acts_on_noise_but_not_on_means():
@@ -133,8 +133,8 @@ def test_a_perfect_prediction_denoises_exactly():
         latents[0] = flow.transition(latents[0], velocity, unit).mean
     for unit in range(8):
         latents[1] = diffusion.transition(latents[1], clean, unit).mean
-    for found in latents:
-        assert torch.allclose(found, clean, atol=1e-5)
+    for sample_end in latents:
+        assert torch.allclose(sample_end, clean, atol=1e-5)
 
 
 def test_flow_targets_invert_to_the_clean_sample():
@@ -173,21 +173,21 @@ def _stds(schedule: FlowSchedule, std_data: float) -> list[float]:
     """Return by what factor the latents after each step but the last are noisier than trained, data ~ N(0, std^2)."""
     steps = schedule.steps
     a, b, c, d, std = schedule.table.double().unbind(-1)
-    variance, found = 1.0, []
+    variance, stds = 1.0, []
     for unit in range(steps - 1):
         t, after = 1 - unit / steps, 1 - (unit + 1) / steps
         slope = (t - (1 - t) * std_data**2) / ((1 - t) ** 2 * std_data**2 + t**2)  # E[noise - data | x] / x
         gain = c[unit].item() * (a[unit].item() + b[unit].item() * slope) + d[unit].item()
         variance = gain**2 * variance + std[unit].item() ** 2
-        found.append(math.sqrt(variance / ((1 - after) ** 2 * std_data**2 + after**2)))
-    return found
+        stds.append(math.sqrt(variance / ((1 - after) ** 2 * std_data**2 + after**2)))
+    return stds
 
 
 @pytest.mark.parametrize("level", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("std_data", [0.1, 0.3, 1.0])
 def test_a_floor_under_an_sde_keeps_the_marginals_of_the_flow(level: float, std_data: float):
     """Gaussian data in closed form: as noisy as trained, but for an error that is of first order in a step's length."""
-    noise, found = FlowNoise.SDE, []
+    noise, stds_of_flow = FlowNoise.SDE, []
     for steps in (200, 400):
         # The noise of level 0.7 in the middle: the floor bites in some steps or in all of them.
         floor = 0.7 * math.sqrt(1 / steps)
@@ -197,9 +197,9 @@ def test_a_floor_under_an_sde_keeps_the_marginals_of_the_flow(level: float, std_
         low[-1] = False
         assert low.any() and torch.equal(schedule.table[~low], plain[~low])
         assert schedule.table[low, 4].unique().tolist() == pytest.approx([floor])
-        found.append(_stds(schedule, std_data))
+        stds_of_flow.append(_stds(schedule, std_data))
     # To the time 0.1, behind which a step's noise is more than there is at all.
-    coarse, fine = (max(abs(each - 1) for each in wrong[: round(0.9 * len(wrong))]) for wrong in found)
+    coarse, fine = (max(abs(each - 1) for each in wrong[: round(0.9 * len(wrong))]) for wrong in stds_of_flow)
     assert fine < 0.012
     assert fine < (0.6 if low[:-1].all() else 0.95) * coarse  # a level's first steps err by less than that
 
@@ -213,11 +213,11 @@ def test_an_sde_of_the_default_floor_is_nearly_as_noisy_as_trained():
 @pytest.mark.parametrize("steps", [10, 100])
 def test_a_floor_above_all_noise_of_a_level_takes_no_more_away_than_there_is(steps: int):
     """Data that is one point: where the floor is more than a level's noise, latents are as noisy as the floor says."""
-    found = _stds(FlowSchedule(steps, noise=FlowNoise.SDE, level=0.1, min_std=0.2), 0.0)
-    for unit, wrong in enumerate(found):
+    stds = _stds(FlowSchedule(steps, noise=FlowNoise.SDE, level=0.1, min_std=0.2), 0.0)
+    for unit, wrong in enumerate(stds):
         left = 1 - (unit + 1) / steps
         assert wrong * left < max(1.3 * left, 0.3)
-    assert found[-1] / steps == pytest.approx(0.2, abs=1e-5)
+    assert stds[-1] / steps == pytest.approx(0.2, abs=1e-5)
 
 
 def test_a_raised_noise_has_flow_grpos_drift():

@@ -35,8 +35,8 @@ def test_ddpm_steps_match(prediction: Prediction):
     for unit, step in enumerate(scheduler.timesteps):
         generator = torch.Generator().manual_seed(unit)
         expected = scheduler.step(output, int(step), x, generator=generator).prev_sample
-        found = schedule.transition(x, output, unit).sample(_noise(unit))
-        assert torch.allclose(found, expected, **TOLERANCE), f"unit {unit}"
+        sample = schedule.transition(x, output, unit).sample(_noise(unit))
+        assert torch.allclose(sample, expected, **TOLERANCE), f"unit {unit}"
 
 
 @pytest.mark.parametrize("prediction", list(Prediction))
@@ -54,8 +54,8 @@ def test_ddim_steps_match(prediction: Prediction, eta: float, spacing: Spacing):
         expected = scheduler.step(
             output, int(step), x, eta=eta, use_clipped_model_output=True, variance_noise=noise
         ).prev_sample
-        found = schedule.transition(x, output, unit).sample(noise)
-        assert torch.allclose(found, expected, **TOLERANCE), f"unit {unit}"
+        sample = schedule.transition(x, output, unit).sample(noise)
+        assert torch.allclose(sample, expected, **TOLERANCE), f"unit {unit}"
 
 
 def test_ddim_steps_match_without_clipping():

@@ -57,7 +57,7 @@ def test_gradients_of_the_published_loss(steps: int, seed: int):
     scored = learner._score(flat, scores.logp.detach()[:, None], step, scores, 0.0)
     coefficient, _ = algorithm.coefficient(scored)
     ours = policy_loss(scores.logp[:, None], coefficient, algorithm.weight(scored.mask, flat))
-    found = torch.autograd.grad(ours, policy.trainable_parameters())
+    gradients = torch.autograd.grad(ours, policy.trainable_parameters())
 
     again = policy.log_prob(observation, chain_latents)
     chain, executed = chain_latents["chain"], flat.valid[:, 0]
@@ -76,5 +76,5 @@ def test_gradients_of_the_published_loss(steps: int, seed: int):
     assert not torch.allclose(ratio, torch.ones_like(ratio), atol=1e-3)
     assert bool(((ratio - 1).abs() > width).any())  # the clip is at work
     largest = max(float(item.abs().max()) for item in expected)
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(gradients, expected, strict=True):
         assert float((mine - theirs).abs().max()) < 1e-5 * max(1.0, largest)

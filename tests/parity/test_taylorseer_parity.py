@@ -20,7 +20,7 @@ def test_blocks_are_extrapolated_as_diffusers_does(order: int):
     state: Any = TaylorSeerState(torch.float32, order)
     for step, now in enumerate(updates):
         state.current_step = step
-        found = memory.at(step)(0, lambda step=step: outputs[step])
+        prediction = memory.at(step)(0, lambda step=step: outputs[step])
         if now:
             state.update((outputs[step],))
-        torch.testing.assert_close(found, outputs[step] if now else state.predict()[0])
+        torch.testing.assert_close(prediction, outputs[step] if now else state.predict()[0])

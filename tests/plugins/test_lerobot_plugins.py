@@ -127,10 +127,10 @@ def test_a_rollout_of_lerobots_is_our_evaluation(checkpoint):
     policy._episodes = SEEDS[0]  # LeRobot tells a policy no seeds: its episodes are counted
     vector = config.create_envs(3)["robopolicy"][0]
     processors = (*config.get_env_processors(), *make_pre_post_processors(policy.config))
-    found = rollout(vector, policy, *processors, seeds=list(SEEDS))
+    rollout_result = rollout(vector, policy, *processors, seeds=list(SEEDS))
     vector.close()
-    kept = torch.cat([torch.ones(3, 1, dtype=torch.bool), ~found["done"][:, :-1]], dim=1)
-    returns = (found["reward"] * kept).sum(1).numpy()
+    kept = torch.cat([torch.ones(3, 1, dtype=torch.bool), ~rollout_result["done"][:, :-1]], dim=1)
+    returns = (rollout_result["reward"] * kept).sum(1).numpy()
     np.testing.assert_allclose(returns, expected.returns, rtol=1e-5, atol=1e-6)
     assert kept.sum(1).tolist() == expected.lengths.tolist()
     assert np.ptp(returns) > 1e-3
@@ -248,8 +248,8 @@ def test_a_world_is_a_vector_environment():
     from robopolicy.plugins.vector_environment import NEW_ROLLOUT, WorldVectorEnvironment
 
     vector = WorldVectorEnvironment(make_world("push_cube", 3, cameras=["top"], image_size=16))
-    seen, _ = vector.reset(seed=7)
-    assert vector.observation_space.contains(seen)
+    observation, _ = vector.reset(seed=7)
+    assert vector.observation_space.contains(observation)
     assert vector.call("_max_episode_steps") == (vector.world.spec.horizon,) * 3
     assert vector.call("task_description") == (vector.world.spec.instructions[0],) * 3
     with pytest.raises(AttributeError):
@@ -259,22 +259,22 @@ def test_a_world_is_a_vector_environment():
     assert [picture.shape[-1] for picture in pictures[:2]] == [3, 3]
     assert np.array_equal(vector.render()[1], pictures[1])
     again, _ = vector.reset(seed=[7, 8, 9])
-    assert np.array_equal(again["agent_pos"], seen["agent_pos"])
+    assert np.array_equal(again["agent_pos"], observation["agent_pos"])
     with pytest.raises(ConfigError, match="2 seeds for 3 rows"):
         vector.reset(seed=[1, 2, None])
     for rests in (True, False):
         vector.reset(seed=7, options={NEW_ROLLOUT: True} if rests else None)
         for _ in range(vector.world.spec.horizon):
-            seen, _, terminated, truncated, info = vector.step(np.zeros((3, 2), np.float32))
+            observation, _, terminated, truncated, info = vector.step(np.zeros((3, 2), np.float32))
             assert "final_info" in info or not (terminated | truncated).any()
         assert truncated.all()
         assert not terminated.any()
         assert info["final_info"]["is_success"].tolist() == [False] * 3
         assert ("final_obs" in info) != rests
         if rests:
-            assert np.array_equal(vector.step(np.ones((3, 2), np.float32))[0]["agent_pos"], seen["agent_pos"])
+            assert np.array_equal(vector.step(np.ones((3, 2), np.float32))[0]["agent_pos"], observation["agent_pos"])
         else:
-            assert not np.array_equal(info["final_obs"]["agent_pos"], seen["agent_pos"])
+            assert not np.array_equal(info["final_obs"]["agent_pos"], observation["agent_pos"])
             assert not vector.step(np.zeros((3, 2), np.float32))[3].any()
     vector.close()
 
@@ -287,12 +287,15 @@ def test_an_expert_succeeds_in_lerobots_environment():
     spec = vector.world.spec
     expert, won = make_expert("reach_planar", spec), np.zeros(4, bool)
     assert expert is not None
-    seen, _ = vector.reset(seed=3, options={"lerobot_new_rollout": True})
+    observation, _ = vector.reset(seed=3, options={"lerobot_new_rollout": True})
     for _ in range(spec.horizon):
-        fields = {"observation.state": seen["agent_pos"], "observation.environment_state": seen["environment_state"]}
+        fields = {
+            "observation.state": observation["agent_pos"],
+            "observation.environment_state": observation["environment_state"],
+        }
         action = expert.act({key: value[:, None] for key, value in fields.items()})
         action[3] = 0.0
-        seen, _, _, _, info = vector.step(action)
+        observation, _, _, _, info = vector.step(action)
         won |= info.get("final_info", {}).get("is_success", np.zeros(4, bool))
     assert won.tolist() == [True, True, True, False]
     vector.close()
@@ -322,13 +325,13 @@ def test_lerobot_eval_measures_the_success_that_we_measure(tmp_path, monkeypatch
     world = robopolicy.make_world("reach_planar", batch_size=50)
     ours = evaluate_policy(world, robopolicy.load_policy(trained), np.arange(1000, 1100))
     sizes = ["--eval.n_episodes=100", "--eval.batch_size=50", "--env.type=robopolicy", "--env.task=reach_planar"]
-    found = lerobot_eval(tmp_path / "by_lerobot", "--policy.type=robopolicy", f"--policy.checkpoint={trained}", *sizes)
-    print(f"lerobot-eval {found['overall']['pc_success']:.1f} %, ours {ours.text}")
-    low, high = wilson(round(found["overall"]["pc_success"]), 100)
+    result = lerobot_eval(tmp_path / "by_lerobot", "--policy.type=robopolicy", f"--policy.checkpoint={trained}", *sizes)
+    print(f"lerobot-eval {result['overall']['pc_success']:.1f} %, ours {ours.text}")
+    low, high = wilson(round(result["overall"]["pc_success"]), 100)
     assert low <= ours.interval[1]
     assert ours.interval[0] <= high
     assert ours.success_rate > 0.05
-    assert len(found["overall"]["video_paths"]) == 10
+    assert len(result["overall"]["video_paths"]) == 10
 
 
 @pytest.mark.slow
@@ -352,7 +355,7 @@ def test_lerobots_own_policy_in_our_environment_earns_what_it_earns_here(tmp_pat
     world = robopolicy.make_world("push_t", batch_size=4)
     ours = evaluate_policy(world, robopolicy.load_policy(tmp_path / "act"), np.arange(1000, 1008))
     sizes = ["--eval.n_episodes=8", "--eval.batch_size=4", "--env.type=robopolicy", "--env.task=push_t"]
-    found = lerobot_eval(tmp_path / "by_lerobot", f"--policy.path={tmp_path / 'act'}", *sizes)
-    earned = found["per_task"][0]["metrics"]["sum_rewards"]
+    result = lerobot_eval(tmp_path / "by_lerobot", f"--policy.path={tmp_path / 'act'}", *sizes)
+    earned = result["per_task"][0]["metrics"]["sum_rewards"]
     np.testing.assert_allclose(earned, ours.returns, rtol=1e-3, atol=1e-3)
     assert np.ptp(earned) > 1e-2

@@ -31,11 +31,11 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(CANNOT, reason="this CPU does
 
 def repeated(observation: dict, latents: dict, times: int) -> tuple[dict, dict]:
     rows = torch.arange(len(next(iter(latents.values())))).repeat(times)
-    seen = {
+    first_observation = {
         key: value[rows] if isinstance(value, torch.Tensor) else [value[row] for row in rows.tolist()]
         for key, value in observation.items()
     }
-    return seen, {name: value[rows] for name, value in latents.items()}
+    return first_observation, {name: value[rows] for name, value in latents.items()}
 
 
 def scored_again(policy: Any, observation: dict, times: int = 5) -> tuple[Any, torch.Tensor, torch.Tensor]:
@@ -76,21 +76,21 @@ def test_token_policies_are_scored_as_they_acted(decoding):
 
 
 def test_transformers_multiply_in_bfloat16_and_heads_in_fp32():
-    policy, seen = make_tokens(TOKEN), {}
+    policy, dtypes = make_tokens(TOKEN), {}
     policy.prepare_finetuning()
 
     def watch(name: str, module: torch.nn.Module) -> None:
-        module.register_forward_hook(lambda module, inputs, made: seen.setdefault(name, set()).add(made.dtype))
+        module.register_forward_hook(lambda module, inputs, made: dtypes.setdefault(name, set()).add(made.dtype))
 
     watch("attention", policy.language.backbone.layers[0].self_attn.k_proj)
     watch("hidden", policy.language.backbone.layers[1].mlp.down_proj)
     watch("head", policy.head)
     decision = policy.act(observe(), generator())
-    assert set(map(frozenset, seen.values())) == {frozenset({torch.float32})} and len(seen) == 3
-    seen.clear()
+    assert set(map(frozenset, dtypes.values())) == {frozenset({torch.float32})} and len(dtypes) == 3
+    dtypes.clear()
     with learning_in("bf16"):
         policy.log_prob(observe(), decision.latents).logp.sum().backward()
-    assert seen == {"attention": {torch.bfloat16}, "hidden": {torch.bfloat16}, "head": {torch.float32}}
+    assert dtypes == {"attention": {torch.bfloat16}, "hidden": {torch.bfloat16}, "head": {torch.float32}}
     assert {weight.grad.dtype for weight in policy.trainable_parameters() if weight.grad is not None} == {torch.float32}
 
 
@@ -106,7 +106,7 @@ def gradient(policy: Any, observation: dict, latents: dict, precision: Any) -> t
 
 
 def test_gradients_are_nearly_those_of_fp32_and_the_same_where_steps_are_computed_again(folders):  # noqa: F811
-    found = {}
+    gradients = {}
     for checkpointing in (False, True):
         policy = load_trainable(
             folders["smolvla"], LeRobotTuning(gradient_checkpointing=checkpointing, trainable=Tuned.ALL)
@@ -115,15 +115,15 @@ def test_gradients_are_nearly_those_of_fp32_and_the_same_where_steps_are_compute
         observation = observed(policy)
         latents = policy.act(observation, torch.Generator().manual_seed(3)).latents
         for precision in ("fp32", "bf16", "bf16_backward"):
-            found[checkpointing, precision] = gradient(policy, observation, latents, precision)
+            gradients[checkpointing, precision] = gradient(policy, observation, latents, precision)
             with in_pieces(2):
                 pieces = gradient(policy, observation, latents, precision)
-            torch.testing.assert_close(pieces, found[checkpointing, precision], rtol=0.05, atol=0.02)
-    exact = found[False, "fp32"]
+            torch.testing.assert_close(pieces, gradients[checkpointing, precision], rtol=0.05, atol=0.02)
+    exact = gradients[False, "fp32"]
     for precision in ("bf16", "bf16_backward"):
-        assert not torch.equal(found[False, precision], exact)
-        assert float(torch.cosine_similarity(found[False, precision], exact, 0)) > 0.99
-        torch.testing.assert_close(found[True, precision], found[False, precision], rtol=0.05, atol=0.02)
+        assert not torch.equal(gradients[False, precision], exact)
+        assert float(torch.cosine_similarity(gradients[False, precision], exact, 0)) > 0.99
+        torch.testing.assert_close(gradients[True, precision], gradients[False, precision], rtol=0.05, atol=0.02)
 
 
 def test_what_was_kept_in_bfloat16_is_read_in_fp32_too(folders):  # noqa: F811

@@ -381,11 +381,11 @@ def test_a_sample_at_several_noise_levels_is_the_mean_of_as_many_samples(monkeyp
         several.network, "encode", lambda seen, *rest: (rows.append(len(seen[STATE])), encode(seen, *rest))[1]
     )
     expected = single.loss(repeated, _generator(4))["denoising"].view(6, 3).mean(1)
-    found = several.loss(batch, _generator(4))["denoising"]
-    torch.testing.assert_close(found, expected)
+    loss = several.loss(batch, _generator(4))["denoising"]
+    torch.testing.assert_close(loss, expected)
     assert rows == [6]
     expected.sum().backward()
-    found.sum().backward()
+    loss.sum().backward()
     for one, other in zip(single.network.parameters(), several.network.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, atol=1e-5, rtol=1e-4)
     with pytest.raises(ConfigError, match="must be at least 1"):

@@ -89,15 +89,17 @@ def test_a_policy_at_its_own_size_is_planned_from_its_configuration_alone(large,
     command += ["world.image_size=32", "finetune.dry_run=true", f"run.root={tmp_path / 'runs'}", "finetune.num_envs=4"]
     fits = ["finetune.rollout_length=2", "finetune.minibatch=1", "lerobot.gradient_checkpointing=true"]
     assert main([*command, *fits]) == 0
-    said = capsys.readouterr().out
-    assert "450 million parameters, 99.8 million trainable" in said and "8 action chunks and a minibatch of 1 " in said
+    output = capsys.readouterr().out
+    assert (
+        "450 million parameters, 99.8 million trainable" in output and "8 action chunks and a minibatch of 1 " in output
+    )
     assert not (tmp_path / "runs").exists()
     more = ["finetune.rollout_length=8", "finetune.minibatch=32"]
     monkeypatch.setattr("robopolicy.verbs.finetune.free_memory", lambda device: 6 * 10**9)
     assert main([*command, *more]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "lower finetune.minibatch=32" in said
-    size = re.search(r"micro_batch=(\d+) fits", said).group(1)
+    output = " ".join(capsys.readouterr().err.split())
+    assert "lower finetune.minibatch=32" in output
+    size = re.search(r"micro_batch=(\d+) fits", output).group(1)
     assert main([*command, *more, f"finetune.micro_batch={size}"]) == 0
     assert f"activations of {size} decisions" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="model"):

@@ -35,8 +35,8 @@ def test_a_fitted_policy_says_what_it_knows_and_a_robot_reads_it_from_its_server
         "observation.extra": [[3.0], [5.0]],
     }
     read = described_policy(PolicyServer(policy, ServerSettings(port=0)).metadata()).known
-    assert {key: [each.tolist() for each in said] for key, said in read.items()} == {
-        key: [each.tolist() for each in said] for key, said in known.items()
+    assert {key: [each.tolist() for each in drawn_values] for key, drawn_values in read.items()} == {
+        key: [each.tolist() for each in drawn_values] for key, drawn_values in known.items()
     }
 
 

@@ -33,7 +33,7 @@ SEEN: dict[str, dict[str, Any]] = {"state": {}, "camera": {"environment": None, 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("act")
-    return {kind: save(act_config(**seen), root / kind) for kind, seen in SEEN.items()}
+    return {kind: save(act_config(**config_values), root / kind) for kind, config_values in SEEN.items()}
 
 
 def loaded(folder: Path, **tuning: Any) -> Any:
@@ -207,12 +207,12 @@ def test_experts_rows_are_seen_by_the_frozen_backbone_too(tmp_path):
         groups=2, group_size=2, epochs=1, minibatch_episodes=2,
         evaluate_every=0, target_kl=None,
     )  # fmt: skip
-    seen: list[Any] = []
+    calls: list[Any] = []
     plain = ExpertRows.beside
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExpertRows, "beside", lambda *given: seen.append(plain(*given)) or seen[-1])
+        patch.setattr(ExpertRows, "beside", lambda *given: calls.append(plain(*given)) or calls[-1])
         finetune(policy, None, make_world("push_cube", 4, **options), config, guidance=Guidance(experts=shown))
-    (rows,) = seen
+    (rows,) = calls
     assert any(name.startswith("condition") for name in rows.latents) and len(rows.group) == 6
 
 

@@ -233,9 +233,9 @@ def test_images_are_cropped_at_random_in_the_loss_alone_as_lerobot_does_in_train
     def theirs(seed: int | None) -> torch.Tensor:
         crops.training = seed is not None
         with torch.no_grad(), drawing_from(torch.Generator().manual_seed(seed or 0), torch.device("cpu")):
-            found = read(frames)
+            batch_read = read(frames)
         crops.training = False
-        return found
+        return batch_read
 
     with torch.no_grad():
         draws = {seed: torch.Generator().manual_seed(seed) for seed in (1, 2, 3)}
@@ -243,8 +243,8 @@ def test_images_are_cropped_at_random_in_the_loss_alone_as_lerobot_does_in_train
         assert torch.equal(policy.encode(observation)["condition"], middle) and torch.equal(middle, theirs(None))
         policy.train()
         ours = {seed: policy.encode(observation, each.manual_seed(seed))["condition"] for seed, each in draws.items()}
-        for seed, found in ours.items():
-            assert torch.equal(found, theirs(seed))
+        for seed, loss in ours.items():
+            assert torch.equal(loss, theirs(seed))
         assert max((ours[1] - ours[seed]).abs().max() for seed in (2, 3)) > 1e-4
         assert torch.equal(policy.encode(observation)["condition"], theirs(None))
     batch = example_batch(policy.spec, observation)

@@ -103,8 +103,8 @@ def test_tokens_of_actions_are_fasts(folder):
     assert fast(actions) == theirs(actions) and len({len(row) for row in fast(actions)}) > 1
     policy = loaded(folder)
     batch = example_batch(policy.spec, observed(policy))
-    said = policy._actions(policy.steps_of(batch["actions"], torch.Generator())["tokens"])
-    normalised = [policy.normalised(each) for each in (said, batch["actions"])]
+    actions_read = policy._actions(policy.steps_of(batch["actions"], torch.Generator())["tokens"])
+    normalised = [policy.normalised(each) for each in (actions_read, batch["actions"])]
     assert (normalised[0] - normalised[1]).square().mean().sqrt() < 0.05  # of levels 0.1 apart
 
 
@@ -136,11 +136,11 @@ def test_what_is_drawn_and_scored_is_lerobots_samplers(folder):
 def test_what_comes_after_the_end_is_no_part_of_a_decision(folder):
     policy = loaded(folder)
     observation = observed(policy)
-    said = torch.randint(28, 200, (ROWS, MOST), generator=torch.Generator().manual_seed(0))
-    said[0, 3], said[0, 7], said[1, 0] = END, END, END
-    live = policy._live(said)
+    token_rows = torch.randint(28, 200, (ROWS, MOST), generator=torch.Generator().manual_seed(0))
+    token_rows[0, 3], token_rows[0, 7], token_rows[1, 0] = END, END, END
+    live = policy._live(token_rows)
     assert live.sum(1).tolist() == [4, 1, MOST]
-    tokens = torch.where(live, said, 0)
+    tokens = torch.where(live, token_rows, 0)
     scores = policy.log_prob(observation, {"tokens": tokens})
     assert torch.equal(scores.logp != 0, live) and torch.equal(scores.entropy != 0, live)
     short = policy.log_prob(
@@ -150,7 +150,7 @@ def test_what_comes_after_the_end_is_no_part_of_a_decision(folder):
     chosen = torch.tensor([[0, 5]]).expand(ROWS, 2)
     some = policy.log_prob(observation, {"tokens": tokens, "chosen": chosen})
     torch.testing.assert_close(some.logp, scores.logp.gather(1, chosen))
-    assert torch.equal(policy._actions(tokens), policy._actions(said))
+    assert torch.equal(policy._actions(tokens), policy._actions(token_rows))
 
 
 def test_the_loss_is_lerobots_own(folder):

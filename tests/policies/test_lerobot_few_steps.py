@@ -94,30 +94,30 @@ def test_what_pads_an_action_is_not_learned(folders):
     teacher = trained(folders["smolvla"])
     lesson = Distillation(teacher, DistillConfig(teacher_chain_fraction=0.0))
     observation = observed(teacher)
-    found = lesson.loss({"observation": observation}, torch.Generator().manual_seed(3))["distance"]
+    distance = lesson.loss({"observation": observation}, torch.Generator().manual_seed(3))["distance"]
     noise = torch.randn(ROWS, 6, 5, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         end = teacher.trajectory(observation, noise)[:, -1]
         prediction = lesson.student.network.denoise(noise, torch.ones(ROWS), lesson.student.encode(observation))
     clean = clean_actions(lesson.student, noise, prediction, torch.ones(ROWS))
-    torch.testing.assert_close(found, (clean - end)[..., :2].square().mean((1, 2)))
+    torch.testing.assert_close(distance, (clean - end)[..., :2].square().mean((1, 2)))
 
 
 @pytest.mark.parametrize("kind", ["smolvla", "xvla"])
 def test_a_student_of_one_step_comes_nearer_to_lerobots_policy(folders, kind, tmp_path):
     policy = load_policy(folders[kind])
     teacher = trained(folders[kind])
-    seen = observed(teacher)
+    observation = observed(teacher)
     episodes = recorded(teacher)
     config = DistillConfig(batch_size=8, fit=FitConfig(steps=30, warmup=2, learning_rate=1e-3))
-    student, found = distill(policy, episodes, config)
-    assert found.steps == 30
+    student, report = distill(policy, episodes, config)
+    assert report.steps == 30
     student.save(tmp_path / "student")
     torch.manual_seed(0)
     noise = torch.randn(ROWS, *teacher.noise_shape)
 
     def errors(each: Any) -> float:
-        ends = [one.trajectory(seen, noise)[:, -1, :, :2].detach() for one in (each, teacher)]
+        ends = [one.trajectory(observation, noise)[:, -1, :, :2].detach() for one in (each, teacher)]
         return float((ends[0] - ends[1]).square().mean())
 
     assert errors(trained(tmp_path / "student")) < 0.5 * errors(few_step_student(teacher, 1))
@@ -125,11 +125,11 @@ def test_a_student_of_one_step_comes_nearer_to_lerobots_policy(folders, kind, tm
 
 def recorded(teacher: Any) -> Episodes:
     """Episodes of two steps that show what `observed` does."""
-    seen, spec = observed(teacher), teacher.spec
-    shown = {key: value[:, 0].repeat_interleave(3, 0) for key, value in seen.items() if key != TASK}
+    observation, spec = observed(teacher), teacher.spec
+    shown = {key: value[:, 0].repeat_interleave(3, 0) for key, value in observation.items() if key != TASK}
     lengths = torch.full((ROWS,), 2)
     return Episodes(
-        dict(spec.observation), spec.action, 10.0, shown, torch.zeros(2 * ROWS, 2), lengths, tuple(seen[TASK])
+        dict(spec.observation), spec.action, 10.0, shown, torch.zeros(2 * ROWS, 2), lengths, tuple(observation[TASK])
     )
 
 
@@ -144,9 +144,9 @@ def test_its_pieces_and_precision_are_those_that_were_asked_for(folders, monkeyp
 
     monkeypatch.setattr(Distillation, "loss", watched)
     config = DistillConfig(batch_size=8, fit=FitConfig(steps=2, warmup=1), precision="bf16", micro_batch=3)
-    student, found = distill(load_policy(folders["smolvla"]), recorded(trained(folders["smolvla"])), config)
+    student, report = distill(load_policy(folders["smolvla"]), recorded(trained(folders["smolvla"])), config)
     assert computed == [(3, True), (3, True), (2, True)] * 2
-    assert found.losses["distance"] > 0 and all(weight.isfinite().all() for weight in student.parameters())
+    assert report.losses["distance"] > 0 and all(weight.isfinite().all() for weight in student.parameters())
 
 
 def test_what_it_takes_of_memory_is_said_and_refused_before_it_plays(folders, tmp_path, monkeypatch, capsys):

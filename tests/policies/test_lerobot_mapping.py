@@ -50,14 +50,14 @@ def test_what_to_write_is_said_and_works(images, written, tmp_path):
     section = WorldSection(name="push_cube")
     with pytest.raises(SpecError, match="If only names or sizes differ, write") as refused:
         build_world(section, load_lerobot_policy(folder), batch_size=2)
-    (said,) = re.findall(r"write (\{.*\}) into robopolicy\.json", str(refused.value))
-    assert json.loads(said) == written
-    done = said.replace("<camera of the world>", "top")
+    (snippet,) = re.findall(r"write (\{.*\}) into robopolicy\.json", str(refused.value))
+    assert json.loads(snippet) == written
+    done = snippet.replace("<camera of the world>", "top")
     (folder / "robopolicy.json").write_text(done)
     policy = load_lerobot_policy(folder)
     world = build_world(section, policy, batch_size=2)
-    seen = to_tensors(world.reset(seeds=[0, 1]))
-    assert policy.act(seen, torch.Generator()).actions.shape[0] == 2
+    observation = to_tensors(world.reset(seeds=[0, 1]))
+    assert policy.act(observation, torch.Generator()).actions.shape[0] == 2
     world.close()
 
 
@@ -65,9 +65,9 @@ def test_what_to_write_is_said_and_works(images, written, tmp_path):
 def test_cameras_of_any_height_and_width_are_shown_as_they_are_read(images, tmp_path):
     policy = load_lerobot_policy(policy_reading(images, tmp_path / "policy"))
     world = build_world(WorldSection(name="push_cube"), policy, batch_size=2)
-    seen = to_tensors(world.reset(seeds=[0, 1]))
-    assert {name: tuple(seen[name].shape[2:4]) for name in images} == images
-    assert policy.act(seen, torch.Generator()).actions.shape[0] == 2
+    observation = to_tensors(world.reset(seeds=[0, 1]))
+    assert {name: tuple(observation[name].shape[2:4]) for name in images} == images
+    assert policy.act(observation, torch.Generator()).actions.shape[0] == 2
     world.close()
 
 
@@ -75,8 +75,8 @@ def test_a_mapping_with_the_worlds_name_in_the_place_of_lerobots_is_said_with_fi
     folder = policy_reading({CAMERA1: (32, 32)}, tmp_path / "policy")
     settings = {"features": {CAMERA1: FRONT}, "image_sizes": {FRONT: [32, 32]}}
     (folder / "robopolicy.json").write_text(json.dumps(settings))
-    said = rf"policy/robopolicy\.json: image_sizes has '{FRONT}'.* no such feature\. .*'{CAMERA1}'"
-    with pytest.raises(ConfigError, match=said):
+    message = rf"policy/robopolicy\.json: image_sizes has '{FRONT}'.* no such feature\. .*'{CAMERA1}'"
+    with pytest.raises(ConfigError, match=message):
         load_lerobot_policy(folder)
 
 
@@ -87,17 +87,17 @@ def test_check_says_that_cameras_do_not_fit_and_that_the_rate_is_not_known(tmp_p
     monkeypatch.setattr("robopolicy.verbs.check.check_policy", promises)
     folder = policy_reading({CAMERA1: (32, 32)}, tmp_path / "policy")
     assert main(["check", str(folder), "world=push_cube"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "It does not fit push_cube: Task 'push_cube' has no camera 'camera1'." in said
-    assert f'put {{"features": {{"{CAMERA1}": ' in said
-    assert "drive" not in said.partition("Not ready for a robot")[0] and '"fps": N' in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "It does not fit push_cube: Task 'push_cube' has no camera 'camera1'." in output
+    assert f'put {{"features": {{"{CAMERA1}": ' in output
+    assert "drive" not in output.partition("Not ready for a robot")[0] and '"fps": N' in output
     assert main(["check", str(folder)]) == 0
     assert "To check whether it fits a world, add world=NAME." in capsys.readouterr().out
     settings = {"features": {CAMERA1: FRONT}, "fps": 10, "world": {"name": "push_cube", "options": {}}}
     (folder / "robopolicy.json").write_text(json.dumps(settings))
     assert main(["check", str(folder)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "It fits push_cube" in said and "serve, drive and rank it" in said and "Not" not in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "It fits push_cube" in output and "serve, drive and rank it" in output and "Not" not in output
 
 
 def test_a_vector_of_another_size_is_no_matter_of_names(tmp_path):

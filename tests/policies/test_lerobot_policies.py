@@ -40,12 +40,12 @@ def features(state: int = 4, environment: int | None = 3, cameras: tuple[str, ..
 def statistics(inputs: dict, outputs: dict) -> dict[str, dict[str, torch.Tensor]]:
     """Return statistics that are not neutral, so that a missing or doubled normalisation shows."""
     generator = torch.Generator().manual_seed(5)
-    found = {}
+    statistics_of_keys = {}
     for key, feature in {**inputs, **outputs}.items():
         shape = (3, 1, 1) if len(feature.shape) == 3 else feature.shape
         low = -torch.rand(shape, generator=generator) - 0.5
-        found[key] = {"min": low, "max": -2 * low, "mean": -0.4 * low, "std": 0.3 - 0.2 * low}
-    return found
+        statistics_of_keys[key] = {"min": low, "max": -2 * low, "mean": -0.4 * low, "std": 0.3 - 0.2 * low}
+    return statistics_of_keys
 
 
 def save(config: Any, folder: Path, discretized: bool = True, processors: tuple[Any, Any] | None = None) -> Path:

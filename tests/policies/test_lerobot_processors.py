@@ -245,8 +245,8 @@ def cast(folder: Path, whole: Path, name: str, kind: str) -> LeRobotPolicy:
 def test_numbers_that_no_weight_takes_are_refused_and_rounded_actions_said(whole: Path, tmp_path: Path) -> None:
     for kind in ("bfloat16", "half", "float64"):
         policy = cast(tmp_path / kind, whole, BEFORE, kind)
-        said = "float16" if kind == "half" else kind
-        with pytest.raises(CheckpointError, match=rf"observations to {said} .*weights are float32: set float_"):
+        dtype_name = "float16" if kind == "half" else kind
+        with pytest.raises(CheckpointError, match=rf"observations to {dtype_name} .*weights are float32: set float_"):
             check_acting(policy)
     check_acting(cast(tmp_path / "same", whole, BEFORE, "float32"))
     with pytest.warns(RobopolicyWarning, match="rounds actions to bfloat16"):

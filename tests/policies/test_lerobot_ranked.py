@@ -26,10 +26,10 @@ def test_lerobots_policies_are_ranked_beside_ours(root, tmp_path):
     diffusion = save(diffusion_config(**SIZES), tmp_path / "outputs/push/checkpoints/last/pretrained_model")
     ours = root / "train/reach_planar/0/checkpoint"
     assert ranked(root, "mixed", act, diffusion, ours) == 0
-    found = json.loads((root / "rank/mixed/0/result.json").read_text())["models"]["ensemble"]["policies"]
-    assert {policy["name"] for policy in found} == {"act", "push", "reach_planar", "expert, noise none"}
-    assert all(0 <= policy[world] <= 1 for policy in found for world in ("real", "model"))
-    assert {policy["name"]: policy["real"] for policy in found}["expert, noise none"] == 1
+    ranked_policies = json.loads((root / "rank/mixed/0/result.json").read_text())["models"]["ensemble"]["policies"]
+    assert {policy["name"] for policy in ranked_policies} == {"act", "push", "reach_planar", "expert, noise none"}
+    assert all(0 <= policy[world] <= 1 for policy in ranked_policies for world in ("real", "model"))
+    assert {policy["name"]: policy["real"] for policy in ranked_policies}["expert, noise none"] == 1
 
 
 def test_what_does_not_fit_is_said_in_one_line(root, tmp_path, capsys):

@@ -27,8 +27,8 @@ def prepared(folder: Path) -> tuple[Any, torch.Tensor, Any]:
     policy = trained(folder)
     policy.prepare_finetuning()
     condition = policy.encode(observed(policy))
-    seen = condition["condition.mask"].sum(1)
-    assert len(set(seen.tolist())) > 1, "what is padded has to be left out"
+    counts = condition["condition.mask"].sum(1)
+    assert len(set(counts.tolist())) > 1, "what is padded has to be left out"
     x = torch.randn((ROWS, STEPS, 6, 5), generator=torch.Generator().manual_seed(3))
     return policy.network, x, condition
 

@@ -29,14 +29,14 @@ def bare(config: Any, folder: Path, known: dict | None = None) -> Path:
 def episodes_for(policy: Any) -> Episodes:
     draws, count = torch.Generator().manual_seed(0), 20
     fields = dict(policy.spec.observation)
-    seen = {
+    observation = {
         key: torch.randint(256, (count + 2, *field.shape), generator=draws, dtype=torch.uint8)
         if key == FRONT
         else 30 + 10 * torch.randn(count + 2, *field.shape, generator=draws)
         for key, field in fields.items()
     }
     actions = 100 + 50 * torch.randn(count, 2, generator=draws)
-    return Episodes(fields, policy.spec.action, 10.0, seen, actions, torch.tensor([8, 12]), ("", ""))
+    return Episodes(fields, policy.spec.action, 10.0, observation, actions, torch.tensor([8, 12]), ("", ""))
 
 
 def test_a_policy_that_shall_learn_is_refused_without_them(tmp_path):
@@ -93,9 +93,9 @@ def test_data_without_such_a_field_is_refused(tmp_path):
 
 def test_acting_without_them_is_said(tmp_path):
     policy = load_lerobot_policy(bare(act_config(), tmp_path / "act"))
-    seen = example_observation(policy.spec, 2, torch.Generator().manual_seed(0))
+    observation = example_observation(policy.spec, 2, torch.Generator().manual_seed(0))
     with pytest.warns(RobopolicyWarning, match=r"lack the statistics of .*action.*most likely not as it was trained"):
-        policy.act(seen, torch.Generator())
+        policy.act(observation, torch.Generator())
 
 
 def test_those_of_another_robot_are_none(tmp_path):
@@ -104,10 +104,10 @@ def test_those_of_another_robot_are_none(tmp_path):
     known["action"] = {name: torch.ones(7) for name in known["action"]}
     folder = bare(config, tmp_path / "act", known)
     policy = load_lerobot_policy(folder)
-    said = r"normalise 'action' with statistics of shape \[7\] \(mean\), but its config.json declares \[2\]"
-    with pytest.raises(CheckpointError, match=said):
+    message = r"normalise 'action' with statistics of shape \[7\] \(mean\), but its config.json declares \[2\]"
+    with pytest.raises(CheckpointError, match=message):
         policy.act(example_observation(policy.spec, 2, torch.Generator().manual_seed(0)), torch.Generator())
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         load_trainable(folder, LeRobotTuning())
 
 

@@ -88,16 +88,16 @@ def velocity(theirs, batch, x, time):
 
     images, masks = theirs.prepare_images(batch)
     tokens = batch["observation.language.tokens"], batch["observation.language.attention_mask"].bool()
-    embedded, seen, order = theirs.model.embed_prefix(images, masks, *tokens, state=theirs.prepare_state(batch))
+    embedded, mask, order = theirs.model.embed_prefix(images, masks, *tokens, state=theirs.prepare_state(batch))
     _, cache = theirs.model.vlm_with_expert.forward(
-        attention_mask=make_att_2d_masks(seen, order),
-        position_ids=seen.cumsum(1) - 1,
+        attention_mask=make_att_2d_masks(mask, order),
+        position_ids=mask.cumsum(1) - 1,
         past_key_values=None,
         inputs_embeds=[embedded, None],
         use_cache=True,
     )
     with torch.no_grad():
-        return theirs.model.denoise_step(seen, cache, x, torch.full((len(x),), time))
+        return theirs.model.denoise_step(mask, cache, x, torch.full((len(x),), time))
 
 
 def test_a_teacher_that_is_only_imitated_stays_lerobots(folders):
@@ -148,14 +148,14 @@ def test_memory_is_planned_with_the_teacher(folders, tmp_path, capsys):
     """It is loaded last, when little is left."""
     weights = (folders["teacher"] / "model.safetensors").stat().st_size
     assert weights_bytes(folders["teacher"]) == pytest.approx(weights, rel=0.1)
-    said = []
+    outputs = []
     for told in ([], [f"finetune.teacher={folders['teacher']}"]):
         command = [*SMALL, "finetune.algorithm=distillation", f"finetune.policy={folders['student']}", *told]
         command += ["world=push_cube", "world.cameras=[front]", "world.image_size=32", "finetune.dry_run=true"]
         assert main(["finetune", *command, f"run.root={tmp_path}"]) == 0
-        said.append(capsys.readouterr().out)
+        outputs.append(capsys.readouterr().out)
     taught = f"those of its teacher {in_bytes(weights_bytes(folders['teacher']))}"
-    assert taught in " ".join(said[1].split()) and "teacher" not in said[0]
+    assert taught in " ".join(outputs[1].split()) and "teacher" not in outputs[0]
 
 
 def test_a_large_teacher_of_a_small_policy_is_said_and_refused_where_it_does_not_fit(folders, monkeypatch, capsys):

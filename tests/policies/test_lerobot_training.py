@@ -166,12 +166,12 @@ def test_the_only_instruction_is_learned_under_and_not_an_empty_one(folders, kin
     (folder / "robopolicy.json").write_text(json.dumps({"instructions": ["push the cube"]}))
     policy = trained(folder)
     assert TASK not in policy.spec.columns  # what batches of imitation hold
-    seen = {key: value for key, value in observed(policy).items() if key != TASK}
-    unsaid, said, other = (
-        policy.encode({**seen, **text}) for text in ({}, {TASK: ["push the cube"] * ROWS}, {TASK: [""] * ROWS})
+    observation = {key: value for key, value in observed(policy).items() if key != TASK}
+    unsaid, losses_with_text, other = (
+        policy.encode({**observation, **text}) for text in ({}, {TASK: ["push the cube"] * ROWS}, {TASK: [""] * ROWS})
     )
-    assert all(torch.equal(unsaid[name], said[name]) for name in said)
-    assert any(not torch.equal(unsaid[name], other[name]) for name in said)
+    assert all(torch.equal(unsaid[name], losses_with_text[name]) for name in losses_with_text)
+    assert any(not torch.equal(unsaid[name], other[name]) for name in losses_with_text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -301,7 +301,7 @@ def test_a_base_takes_the_first_steps_and_stays(folders, tmp_path):
 
 
 def test_activations_computed_again_give_the_same_gradients(folders):
-    found = []
+    gradients = []
     for checkpointing in (False, True):
         policy = load_trainable(
             folders["smolvla"], LeRobotTuning(trainable=Tuned.ALL, gradient_checkpointing=checkpointing)
@@ -312,10 +312,10 @@ def test_activations_computed_again_give_the_same_gradients(folders):
         scores = policy.log_prob(observation, {**decision.latents, "chosen": chosen})
         torch.testing.assert_close(scores.logp, decision.logp[:, [0, 2]], atol=1e-4, rtol=0)
         scores.logp.sum().backward()
-        found.append({name: weight.grad for name, weight in policy.named_parameters() if weight.grad is not None})
-    assert found[0].keys() == found[1].keys() and any("vision_model" in name for name in found[0])
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(gradient, found[1][name], atol=1e-4, rtol=1e-4)
+        gradients.append({name: weight.grad for name, weight in policy.named_parameters() if weight.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() and any("vision_model" in name for name in gradients[0])
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-4, rtol=1e-4)
 
 
 def test_a_prefix_that_is_not_kept_is_read_again(folders):
@@ -464,8 +464,8 @@ def test_fine_tuning_asks_for_the_memory_of_both_copies_before_it_reads_one(fold
     monkeypatch.setattr("robopolicy.verbs.finetune.load_policy", lambda *given: pytest.fail("it is read"))
     command = ["finetune", f"finetune.policy={folder}", "world=push_cube", f"run.root={tmp_path / 'runs'}"]
     assert main(command) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"2 times {in_bytes(needed)} of memory" in said and f"{in_bytes(2 * needed - 1)} are free" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert f"2 times {in_bytes(needed)} of memory" in output and f"{in_bytes(2 * needed - 1)} are free" in output
 
 
 @pytest.mark.parametrize(
@@ -517,8 +517,8 @@ def test_memory_is_told_apart_by_what_is_kept_and_computed_again(folders):
 def test_training_says_what_it_takes_and_what_fits(folders, capsys, monkeypatch):
     policy = trained(folders["smolvla"])
     say_model(policy, PretrainConfig(batch_size=8))
-    said = capsys.readouterr().out
-    assert "activations of 8 decisions" in said and "gradients, optimiser and moving average" in said
+    output = capsys.readouterr().out
+    assert "activations of 8 decisions" in output and "gradients, optimiser and moving average" in output
     learns = 4 * 4 * sum(weight.numel() for weight in policy.trainable_parameters())
     monkeypatch.setattr("robopolicy.verbs.job.free_memory", lambda device: learns)
     with pytest.raises(ConfigError, match=r"Training needs about .* more memory"):
@@ -585,11 +585,11 @@ def test_what_it_learned_from_names_its_elements(folders, tmp_path):
 
 def test_data_of_other_sizes_is_refused_with_the_line_to_write(folders):
     wide = data_spec()
-    seen = {**wide.observation, FRONT: replace(wide.observation[FRONT], shape=(24, 40, 3))}
+    fields = {**wide.observation, FRONT: replace(wide.observation[FRONT], shape=(24, 40, 3))}
     with pytest.raises(
         SpecError, match=r'put {"image_sizes": {"observation.images.front": \[24, 40\]}} into robopolicy'
     ):
-        build_policy("lerobot", LeRobotStart(folders["smolvla"]), replace(wide, observation=seen), None, 0)
+        build_policy("lerobot", LeRobotStart(folders["smolvla"]), replace(wide, observation=fields), None, 0)
     without = {key: field for key, field in wide.observation.items() if key != FRONT}
     with pytest.raises(SpecError, match=r"camera 'front'.*write .*camera of the world.* into robopolicy.json"):
         build_policy("lerobot", LeRobotStart(folders["smolvla"]), replace(wide, observation=without), None, 0)

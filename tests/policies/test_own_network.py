@@ -50,19 +50,19 @@ class CrossAttention(nn.Module):
     def encode(self, observation: dict[str, Any], generator: torch.Generator | None = None) -> dict[str, Tensor]:
         state = observation[STATE][:, -1]
         everything = torch.cat([torch.ones_like(state[:, :1]), state], 1)  # the first token is never masked
-        tokens, seen = self.value(everything[..., None]) + self.place, everything > -0.9
+        tokens, mask = self.value(everything[..., None]) + self.place, everything > -0.9
         if self.settings["rows"]:
             image = observation["observation.images.front"][:, -1].float() / 255
             tokens = torch.cat([tokens, self.row(image.flatten(2))], 1)
-            seen = torch.cat([seen, seen.new_ones(len(seen), self.settings["rows"])], 1)
-        return {"condition.tokens": tokens, "condition.seen": seen}
+            mask = torch.cat([mask, mask.new_ones(len(mask), self.settings["rows"])], 1)
+        return {"condition.tokens": tokens, "condition.seen": mask}
 
     def denoise(self, x: Tensor, time: Tensor, condition: Any) -> Tensor:
         assert x.dim() == 3 and time.shape == x.shape[:1] == condition["condition.tokens"].shape[:1]
         question = self.question(torch.cat([x, time[:, None, None].expand(-1, x.shape[1], 1)], -1))
-        tokens, seen = condition["condition.tokens"], condition["condition.seen"]
-        found, _ = self.attention(question, tokens, tokens, key_padding_mask=~seen, need_weights=False)
-        return self.answer(question + found)
+        tokens, mask = condition["condition.tokens"], condition["condition.seen"]
+        attention_output, _ = self.attention(question, tokens, tokens, key_padding_mask=~mask, need_weights=False)
+        return self.answer(question + attention_output)
 
     def encoder_parameters(self) -> list[nn.Parameter]:
         return [self.place, *self.value.parameters(), *self.row.parameters()]

@@ -143,11 +143,11 @@ def test_it_learns_what_the_observation_decides_and_mixes_what_it_does_not():
     signs = torch.tensor([-1.0, 1.0]).repeat(16)
     actions = (signs[:, None, None] * torch.tensor([[1.0, -1.0], [-1.0, 0.5]])).expand(32, 2, 2)
     states = signs[:, None].expand(32, 3)
-    seen = {STATE: states[:, None], "task": ["stop"] * 32}
-    assert torch.allclose(learned(actions, states).act(seen, generator(), deterministic=True).actions, actions)
+    observation = {STATE: states[:, None], "task": ["stop"] * 32}
+    assert torch.allclose(learned(actions, states).act(observation, generator(), deterministic=True).actions, actions)
     blind = learned(actions, torch.zeros(32, 3))
-    said = blind.act({**seen, STATE: torch.zeros(32, 1, 3)}, generator()).actions
-    known = (said[:, None] == actions[None, :2]).flatten(2).all(-1).any(-1)
+    actions_decided = blind.act({**observation, STATE: torch.zeros(32, 1, 3)}, generator()).actions
+    known = (actions_decided[:, None] == actions[None, :2]).flatten(2).all(-1).any(-1)
     assert known.float().mean() < 0.5
 
 

@@ -106,8 +106,8 @@ def test_what_is_seen_is_weighed_by_what_was_read():
         mixed.layer.bias.fill_(0.5)
         mixed.weights.weight.copy_(torch.tensor([[3.0], [10.0]]))
         mixed.weights.bias.zero_()
-    seen, told = torch.tensor([[1.0, 4.0], [2.0, 1.0]]), torch.tensor([[0.0], [1.0]])
-    assert mixed(seen, told).tolist() == [[2 - 4 + 0.5], [4 * (4 - 1 + 0.5) + 10]]
+    image_features, told = torch.tensor([[1.0, 4.0], [2.0, 1.0]]), torch.tensor([[0.0], [1.0]])
+    assert mixed(image_features, told).tolist() == [[2 - 4 + 0.5], [4 * (4 - 1 + 0.5) + 10]]
     policy = make(replace(CONFIG, text_encoder=TextEncoder.FILM))
     assert policy.reads_instructions and any("modulation" in name for name in policy.state_dict())
 
@@ -332,9 +332,9 @@ def test_requests_served_together_follow_their_own_instructions():
         queue = InferenceQueue(policy, generator(), on_batch=sizes.append)
         queue.start()
         asked = [asyncio.ensure_future(queue.infer(session.observe(message))) for message in messages]
-        found = await asyncio.gather(*asked, return_exceptions=True)
+        replies = await asyncio.gather(*asked, return_exceptions=True)
         await queue.stop()
-        return found
+        return replies
 
     left, right, untold, strange = asyncio.run(answers())
     assert sizes == [4]

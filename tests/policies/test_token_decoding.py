@@ -73,8 +73,8 @@ def test_scores_are_those_of_plain_passes_without_a_cache():
         allowed[prefix:, prefix:] = True
         additive = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)[None, None]
         for step in range(3):
-            said = (order < step)[:, None]
-            states = torch.where(said, policy.action_embedding(tokens), decoding(policy).mask)
+            known_mask = (order < step)[:, None]
+            states = torch.where(known_mask, policy.action_embedding(tokens), decoding(policy).mask)
             states = states + decoding(policy).position.weight
             whole = torch.cat([text, embedded[row : row + 1], states[None]], 1)
             hidden = policy.language.backbone(inputs_embeds=whole, attention_mask=additive).last_hidden_state[0]

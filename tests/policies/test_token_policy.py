@@ -113,8 +113,8 @@ def test_scores_are_those_of_the_whole_sequence_without_a_cache(temperature: flo
     for row in range(7):
         words, _ = policy.text_tokens([observation["task"][row]])
         text = policy.language.backbone.get_input_embeddings()(words)
-        said = policy.action_embedding(decision.latents["tokens"][row : row + 1])
-        whole = torch.cat([text, embedded[row : row + 1], said], 1)
+        action_embedding = policy.action_embedding(decision.latents["tokens"][row : row + 1])
+        whole = torch.cat([text, embedded[row : row + 1], action_embedding], 1)
         hidden = policy.language.backbone(inputs_embeds=whole).last_hidden_state[0]
         start = text.shape[1] + embedded.shape[1] - 1
         logits = policy.head(hidden[start : start + 6])

@@ -63,16 +63,16 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def observe(rows: int = 4, history: int = 1, fields: dict[str, Field] = FIELDS) -> dict[str, Any]:
     draws = generator(3)
-    seen: dict[str, Any] = {"task": [TEXTS[row % 3] for row in range(rows)]}
+    observation: dict[str, Any] = {"task": [TEXTS[row % 3] for row in range(rows)]}
     for key, field in fields.items():
         shape = (rows, history, *field.shape)
         image = field.dtype == "uint8"
-        seen[key] = (
+        observation[key] = (
             torch.randint(0, 256, shape, generator=draws, dtype=torch.uint8)
             if image
             else torch.randn(shape, generator=draws)
         )
-    return seen
+    return observation
 
 
 def disturb(policy: TokenPolicy) -> TokenPolicy:
@@ -141,10 +141,10 @@ def test_scores_are_those_of_whole_passes_without_a_cache(checkpoints, name: str
     decision = policy.act(observation, generator())
     embedded = policy.observation_tokens(observation)
     for row in range(3):
-        found: dict[str, Tensor] = {}
+        layer_inputs: dict[str, Tensor] = {}
         decoder = policy.language.decoder
         handle = decoder.register_forward_pre_hook(
-            lambda _, given, named, found=found: found.update(named), with_kwargs=True
+            lambda _, given, named, found=layer_inputs: found.update(named), with_kwargs=True
         )
         inputs = processor(policy)([observation["task"][row]], [list(observation[CAMERA][row])])
         policy.language.see(inputs)
@@ -158,14 +158,14 @@ def test_scores_are_those_of_whole_passes_without_a_cache(checkpoints, name: str
         if isinstance(policy.decoding, MaskedDecoding):
             scored = decision.latents["order"][row] == 0
             states = policy.decoding.mask + policy.decoding.position.weight
-        whole = torch.cat([found["inputs_embeds"], embedded[row : row + 1], states[None]], 1)
+        whole = torch.cat([layer_inputs["inputs_embeds"], embedded[row : row + 1], states[None]], 1)
         prompt, before = inputs["input_ids"].shape[1], inputs["input_ids"].shape[1] + embedded.shape[1]
         allowed = torch.ones(whole.shape[1], whole.shape[1]).tril().bool()
         if name == "paligemma":
             allowed[:prompt, :prompt] = True
         if not causal:
             allowed[before:, before:] = True
-        positions = found["position_ids"]
+        positions = layer_inputs["position_ids"]
         rest = positions.max() + 1 + torch.arange(whole.shape[1] - prompt)
         positions = torch.cat([positions, rest.expand(*positions.shape[:-1], -1)], -1)
         mask = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)[None, None]
@@ -323,10 +323,10 @@ def test_checkpoints_from_before_are_read_as_they_were(checkpoints, tmp_path: Pa
 
 
 def without(folder: Path, place: Path, *names: str) -> Path:
-    found = shutil.copytree(folder, place)
+    copy_folder = shutil.copytree(folder, place)
     for name in names:
-        (found / name).unlink()
-    return found
+        (copy_folder / name).unlink()
+    return copy_folder
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def gains(size: int, draws: int) -> torch.Tensor:
     A softmax over CHOICES of which RIGHT succeed; rewards are 1 and -1 without a baseline, as in the paper.
     """
     generator = torch.Generator().manual_seed(0)
-    found = []
+    differences = []
     for _ in range(draws):
         logits = torch.randn(CHOICES, generator=generator, dtype=torch.float64).requires_grad_()
         chosen = torch.multinomial(logits.detach().softmax(-1), size, True, generator=generator)
@@ -29,8 +29,8 @@ def gains(size: int, draws: int) -> torch.Tensor:
         coefficient, _ = clipped(scored)
         (step,) = torch.autograd.grad(policy_loss(logp, coefficient, scored.mask.double() / size), logits)
         before, after = (logs.detach().softmax(-1)[:RIGHT].sum() for logs in (logits, logits - RATE * step))
-        found.append(after - before)
-    return torch.stack(found)
+        differences.append(after - before)
+    return torch.stack(differences)
 
 
 @pytest.mark.checks("BroRL")

@@ -92,11 +92,11 @@ def reference_branch_grpo(rollouts):
 @pytest.mark.parametrize("unit", [1, 3])
 def test_depthwise_advantages_equal_a_walk_over_the_tree(unit):
     rollouts, _ = play(unit, at=(0, 2), width=2, groups=3)
-    found = branch_grpo(rollouts, Context(torch.Generator()))
-    assert found.shape == rollouts.mask.shape
+    advantages = branch_grpo(rollouts, Context(torch.Generator()))
+    assert advantages.shape == rollouts.mask.shape
     alive_everywhere = rollouts.alive.all(0)  # the walk counts leaves that have ended differently
     expected = reference_branch_grpo(rollouts)
-    assert torch.allclose(found.double()[:, alive_everywhere], expected[:, alive_everywhere], atol=1e-4)
+    assert torch.allclose(advantages.double()[:, alive_everywhere], expected[:, alive_everywhere], atol=1e-4)
 
 
 def test_units_before_the_split_belong_to_the_parent():
@@ -119,12 +119,14 @@ def test_a_policy_that_cannot_go_on_or_a_unit_that_does_not_exist_is_told():
 def test_what_leaves_share_gets_the_mean_of_their_advantages(unit):
     rollouts, _ = play(unit, at=(1, 2), width=2, groups=2)
     draws = torch.randn(rollouts.shape, generator=torch.Generator().manual_seed(0))
-    found = shared_credit(rollouts, draws)
-    found = found if found.dim() == 3 else found[..., None].expand(rollouts.mask.shape)
+    shared_advantages = shared_credit(rollouts, draws)
+    shared_advantages = (
+        shared_advantages if shared_advantages.dim() == 3 else shared_advantages[..., None].expand(rollouts.mask.shape)
+    )
     owner = owners(rollouts)
     owner = owner.reshape(rollouts.mask.shape) if unit else owner[..., None].expand(rollouts.mask.shape)
     for row in range(len(owner)):
         for step in range(owner.shape[1]):
             for place in range(owner.shape[2]):
                 leaves = owner[:, step, place] == owner[row, step, place]
-                torch.testing.assert_close(found[row, step, place], draws[leaves, step].mean())
+                torch.testing.assert_close(shared_advantages[row, step, place], draws[leaves, step].mean())

@@ -62,8 +62,8 @@ def test_gradient_equals_autograd_of_the_clipped_surrogate(seed, rows, latents, 
 
     ratios = log_ratios(logp, old, mask, limit, level)
     coefficient = ppo(ratios.log_ratio, advantage, low, high, ratios.clamped)
-    (found,) = torch.autograd.grad(policy_loss(logp, coefficient, weight), logp)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+    (gradient,) = torch.autograd.grad(policy_loss(logp, coefficient, weight), logp)
+    torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.checks("coefficient/ppo", "Dual clip")
@@ -150,5 +150,5 @@ def test_approximate_kl_estimates_the_gaussian_kl():
     old = torch.distributions.Normal(torch.zeros(200_000, 1).double(), 1.0)
     new = torch.distributions.Normal(torch.full((200_000, 1), 0.3).double(), 1.0)
     sample = torch.randn(200_000, 1, generator=generator, dtype=torch.float64)
-    found = approximate_kl(new.log_prob(sample) - old.log_prob(sample), torch.ones(200_000, 1, dtype=torch.bool))
-    assert float(found) == pytest.approx(0.3**2 / 2, rel=0.03)
+    kl = approximate_kl(new.log_prob(sample) - old.log_prob(sample), torch.ones(200_000, 1, dtype=torch.bool))
+    assert float(kl) == pytest.approx(0.3**2 / 2, rel=0.03)

@@ -24,8 +24,8 @@ def test_the_largest_covariances_by_hand():
     logp, advantage = torch.tensor([-4.0, -3.0, -2.0, -1.0]).double(), torch.tensor([-2.0, 2.0, -1.0, 1.0]).double()
     for share, expected in ((0.25, [0, 2, -1, 1]), (0.5, [0, 2, -1, 0]), (0.99, [0, 2, -1, 0]), (0.2, [-2, 2, -1, 1])):
         assert clip_cov(scored_with(logp, advantage), share=share)[0].flatten().tolist() == expected
-    found = clip_cov(scored_with(logp, advantage))[1]["covariance"]
-    assert float(found) == pytest.approx(3 / 4)
+    clipped_share = clip_cov(scored_with(logp, advantage))[1]["covariance"]
+    assert float(clipped_share) == pytest.approx(3 / 4)
 
 
 @pytest.mark.checks("coefficient/clip_cov")
@@ -45,8 +45,8 @@ def test_it_is_the_gradient_of_the_decoupled_surrogate_of_what_is_left():
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) * (old - stale).exp().clamp(max=5.0)
     left = mask & (cov < cov[mask].sort().values[-math.floor(0.3 * int(mask.sum()))])
     (expected,) = torch.autograd.grad(-surrogate[left].sum(), logp)
-    (found,) = torch.autograd.grad(policy_loss(logp, clip_cov(scored, share=0.3)[0], mask.double()), logp)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    (gradient,) = torch.autograd.grad(policy_loss(logp, clip_cov(scored, share=0.3)[0], mask.double()), logp)
+    torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(clip_cov(scored, share=0.0)[0], decoupled_ppo(scored)[0])
 
 

@@ -26,8 +26,8 @@ def with_entropy(entropy: list, lengths: list[int], group: list[int] | None = No
 @pytest.mark.checks("credit/top_entropy")
 def test_only_the_most_uncertain_units_are_learned_from():
     rollouts = with_entropy([[[0.1, 0.9]], [[0.2, 0.8]], [[0.3, 0.4]]], [1, 1, 1])
-    found = credit.top_entropy(rollouts, torch.ones(3, 1, 2), CONTEXT, share=0.34)
-    assert found.flatten().tolist() == [0, 1, 0, 1, 0, 0]
+    advantages = credit.top_entropy(rollouts, torch.ones(3, 1, 2), CONTEXT, share=0.34)
+    assert advantages.flatten().tolist() == [0, 1, 0, 1, 0, 0]
 
 
 def test_the_share_of_units_kept_grows_along_the_run():
@@ -41,9 +41,9 @@ def test_the_share_of_units_kept_grows_along_the_run():
 
 def test_confident_decisions_weigh_more_and_clear_futures_are_rewarded():
     rollouts = with_entropy([[[0.0], [1.0]], [[1.0], [0.0]]], [2, 2])
-    found = credit.empg(rollouts, torch.ones(2, 2, 1), CONTEXT, bonus=0.0)
-    assert float(found[0, 0]) > 0 > float(found[0, 1])
-    assert float(found.sum()) == pytest.approx(0.0, abs=1e-6)
+    advantages = credit.empg(rollouts, torch.ones(2, 2, 1), CONTEXT, bonus=0.0)
+    assert float(advantages[0, 0]) > 0 > float(advantages[0, 1])
+    assert float(advantages.sum()) == pytest.approx(0.0, abs=1e-6)
     rewarded = credit.empg(rollouts, torch.zeros(2, 2, 1), CONTEXT, bonus=1.0)
     assert float(rewarded[1, 0]) > float(rewarded[0, 0])
 
@@ -53,8 +53,8 @@ def test_shared_beginnings_are_protected_and_wild_episodes_dropped():
     rollouts = with_entropy([[[0.1], [0.1]], [[0.1], [0.1]], [[2.0], [2.0]]], [2, 2, 2])
     rollouts = replace(rollouts, latents={"tokens": torch.tensor([[[3], [1]], [[3], [2]], [[4], [4]]])})
     advantage = torch.tensor([1.0, -1.0, 1.0])[:, None, None].expand(3, 2, 1)
-    found = credit.gtpo(rollouts, advantage, CONTEXT, penalty=0.0).squeeze(-1)
-    assert found.tolist() == [[2.0, 1.0], [0.0, -1.0], [0.0, 0.0]]
+    advantages = credit.gtpo(rollouts, advantage, CONTEXT, penalty=0.0).squeeze(-1)
+    assert advantages.tolist() == [[2.0, 1.0], [0.0, -1.0], [0.0, 0.0]]
 
 
 @pytest.mark.checks("credit/vppo")
@@ -63,8 +63,8 @@ def test_units_that_depend_on_the_image_are_kept():
     logp = rollouts.logp_behaviour
     shift = torch.tensor([[[-2.0, 0.0]], [[-0.5, 0.0]]])
     rollouts = rollouts.with_extras(blackout_logp=logp + shift)
-    found = credit.vppo(rollouts, torch.ones(2, 1, 2), CONTEXT, share=0.5, low=0.5)  # one of two a row
-    assert found.flatten().tolist() == pytest.approx([1.5, 0.0, 0.5, 0.0])
+    advantages = credit.vppo(rollouts, torch.ones(2, 1, 2), CONTEXT, share=0.5, low=0.5)  # one of two a row
+    assert advantages.flatten().tolist() == pytest.approx([1.5, 0.0, 0.5, 0.0])
 
 
 @pytest.mark.checks("credit/seed_grpo")
@@ -72,8 +72,8 @@ def test_a_start_with_many_different_ends_gets_smaller_updates():
     rollouts = make_rollouts([1] * 4, [0, 0, 1, 1])
     ends = torch.tensor([0.0, 9.0, 0.0, 0.0])[:, None, None, None].expand(4, 1, 1, 3)
     rollouts = replace(rollouts, next_observation={STATE: ends})
-    found = credit.seed_grpo(rollouts, torch.ones(4, 1, 2), CONTEXT, alpha=0.5)[:, 0, 0]
-    assert found.tolist() == pytest.approx([0.5, 0.5, 1.0, 1.0], abs=1e-5)
+    advantages = credit.seed_grpo(rollouts, torch.ones(4, 1, 2), CONTEXT, alpha=0.5)[:, 0, 0]
+    assert advantages.tolist() == pytest.approx([0.5, 0.5, 1.0, 1.0], abs=1e-5)
 
 
 @pytest.mark.checks("rewards/success_only")

@@ -44,8 +44,8 @@ def interface(data: Episodes, **more) -> Interface:
 
 def test_chunks_against_a_loop():
     data = episodes()
-    found = recorded_decisions(data, interface(data), DISCOUNT).transitions
-    assert len(found) == sum(LENGTHS)
+    transitions = recorded_decisions(data, interface(data), DISCOUNT).transitions
+    assert len(transitions) == sum(LENGTHS)
     states = data.observation["observation.state"]
     reward = data.reward
     step = frame = 0
@@ -56,16 +56,16 @@ def test_chunks_against_a_loop():
             paid = sum(DISCOUNT**ahead * float(reward[here + ahead]) for ahead in range(done))
             rest = sum(DISCOUNT**ahead * float(reward[here + ahead]) for ahead in range(length - place))
             acted = [float(data.actions[min(here + ahead, last)]) / 2 for ahead in range(CHUNK)]
-            assert found.action[here].tolist() == pytest.approx(acted)
-            assert float(found.reward[here]) == pytest.approx(paid, abs=1e-5)
-            assert float(found.decay[here]) == pytest.approx(DISCOUNT**done)
-            assert torch.equal(found.state[here], states[frame + place])
-            assert torch.equal(found.next_state[here], states[frame + place + done])
-            assert bool(found.terminated[here]) == (over and place + done == length)
-            assert bool(found.next_known[here]) == (place + done < length)
+            assert transitions.action[here].tolist() == pytest.approx(acted)
+            assert float(transitions.reward[here]) == pytest.approx(paid, abs=1e-5)
+            assert float(transitions.decay[here]) == pytest.approx(DISCOUNT**done)
+            assert torch.equal(transitions.state[here], states[frame + place])
+            assert torch.equal(transitions.next_state[here], states[frame + place + done])
+            assert bool(transitions.terminated[here]) == (over and place + done == length)
+            assert bool(transitions.next_known[here]) == (place + done < length)
             if place + done < length:
-                assert torch.equal(found.next_action[here], found.action[here + done])
-            assert float(found.outcome[here]) == (pytest.approx(rest, abs=1e-5) if over else -torch.inf)
+                assert torch.equal(transitions.next_action[here], transitions.action[here + done])
+            assert float(transitions.outcome[here]) == (pytest.approx(rest, abs=1e-5) if over else -torch.inf)
         step, frame = step + length, frame + length + 1
 
 
@@ -74,31 +74,33 @@ def test_an_end_that_was_not_recorded_is_left_out_unless_the_task_ended():
     kept = recorded_decisions(data, interface(data), DISCOUNT)
     assert kept.step.tolist() == [0, 1, 2, 3, 4, 5, 6] and kept.frame.tolist() == [0, 1, 2, 3, 4, 6, 8]
     assert kept.next_frame.tolist() == [2, 3, 4, 5, 5, 7, 10] and len(kept) == 7
-    found = recorded_decisions(data, interface(data), DISCOUNT).transitions
-    assert found.episode.tolist() == [0] * 5 + [1] + [2]  # of the last episode, cut by time, only its first decision
-    assert bool(found.next_known[-1])
+    transitions = recorded_decisions(data, interface(data), DISCOUNT).transitions
+    assert transitions.episode.tolist() == [0] * 5 + [1] + [
+        2
+    ]  # of the last episode, cut by time, only its first decision
+    assert bool(transitions.next_known[-1])
 
 
 def test_the_backup_of_a_chunk():
     data = episodes()
-    found = recorded_decisions(data, interface(data), DISCOUNT).transitions
-    following = torch.full((len(found),), 10.0)
-    expected = found.reward + torch.where(found.terminated, 0.0, found.decay * 10)
-    assert torch.allclose(found.backup(following, 0.5), expected)  # the transitions' own decay counts
+    transitions = recorded_decisions(data, interface(data), DISCOUNT).transitions
+    following = torch.full((len(transitions),), 10.0)
+    expected = transitions.reward + torch.where(transitions.terminated, 0.0, transitions.decay * 10)
+    assert torch.allclose(transitions.backup(following, 0.5), expected)  # the transitions' own decay counts
 
 
 def test_states_hold_the_instruction_and_features_of_the_history():
     data = episodes(images=True)
-    seen = []
+    shapes = []
 
     def features(observation):
-        seen.append(observation[IMAGE].shape)
+        shapes.append(observation[IMAGE].shape)
         return observation[IMAGE].float().mean((2, 3, 4))  # one a frame of history
 
     inside = interface(data, instructions=("pull", "push"), features=features, feature_size=2, history=2)
     assert inside.size == 2 + 2 + 2 and set(inside.keys) == {"observation.state", IMAGE}
     states = frame_states(data, inside)
-    assert seen == [(12, 2, 4, 4, 3)]
+    assert shapes == [(12, 2, 4, 4, 3)]
     assert states[:, 2:4].argmax(1).tolist() == [1] * 6 + [0] * 2 + [1] * 4
     assert states[:, 4:].tolist()[5:9] == [[4, 5], [6, 6], [6, 7], [8, 8]]  # the first frame repeats
     asked = {"observation.state": np.zeros((1, 2, 2)), IMAGE: np.zeros((1, 2, 4, 4, 3), np.uint8), TASK: ["pull"]}
@@ -153,11 +155,11 @@ class Echo:
 
 def test_what_a_policy_would_do_at_recorded_observations():
     data, frames = episodes(), torch.tensor([5, 0, 6])
-    seen = observed_at(data, frames, 2, ["observation.state"])
+    observation = observed_at(data, frames, 2, ["observation.state"])
     states = data.observation["observation.state"]
-    assert torch.equal(seen["observation.state"], states[torch.tensor([[4, 5], [0, 0], [6, 6]])])
-    assert seen[TASK] == ["push", "push", "pull"]
-    found = actions_at(Echo(), data, frames, torch.Generator().manual_seed(0), samples=3)
-    assert found.shape == (3, 3, 1, 1) and len(found.flatten().unique()) == 9
+    assert torch.equal(observation["observation.state"], states[torch.tensor([[4, 5], [0, 0], [6, 6]])])
+    assert observation[TASK] == ["push", "push", "pull"]
+    actions = actions_at(Echo(), data, frames, torch.Generator().manual_seed(0), samples=3)
+    assert actions.shape == (3, 3, 1, 1) and len(actions.flatten().unique()) == 9
     plain = actions_at(Echo(), data, frames, torch.Generator(), deterministic=True)
     assert torch.equal(plain[:, 0, 0, 0], states[frames, 0])

@@ -37,11 +37,11 @@ class It(Base):
     Second.
     \"\"\"
 """
-    (found,) = _of_module(ast.parse(source), "a.b")
-    assert (found.path, found.slot, found.name, found.source) == ("a.b:It", "MODEL", "it", "a paper")
-    assert (found.needs, found.gives, found.text) == (("CRITIC",), ("VALUES", "BASE"), "First.\n\nSecond.")
-    assert found.options["width"] == 3 and list(found.options) == ["width", "depth"]
-    assert Mechanism(Slot.MODEL, "it", "a.b:It", text=found.text).line == "First."
+    (entry,) = _of_module(ast.parse(source), "a.b")
+    assert (entry.path, entry.slot, entry.name, entry.source) == ("a.b:It", "MODEL", "it", "a paper")
+    assert (entry.needs, entry.gives, entry.text) == (("CRITIC",), ("VALUES", "BASE"), "First.\n\nSecond.")
+    assert entry.options["width"] == 3 and list(entry.options) == ["width", "depth"]
+    assert Mechanism(Slot.MODEL, "it", "a.b:It", text=entry.text).line == "First."
 
 
 def test_a_name_is_taken_once():
@@ -65,7 +65,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("module", BROKEN)
 def test_a_broken_package_is_said_and_stops_nobody(module, tmp_path, monkeypatch):
-    source, said = BROKEN[module]
+    source, message = BROKEN[module]
     if source is not None:
         (tmp_path / f"{module}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -73,7 +73,7 @@ def test_a_broken_package_is_said_and_stops_nobody(module, tmp_path, monkeypatch
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **chosen: [point])
     registry._installed.cache_clear()
     try:
-        with pytest.warns(RobopolicyWarning, match=f"not available .entry point theirs = {module}.*{said}"):
+        with pytest.warns(RobopolicyWarning, match=f"not available .entry point theirs = {module}.*{message}"):
             assert find(Slot.ADVANTAGE, "grpo").name == "grpo"
         assert find(Slot.ADVANTAGE, "gae")  # and it is said once
     finally:

@@ -11,12 +11,12 @@ TESTS = Path(__file__).resolve().parents[1]
 
 def test_every_mechanism_has_a_test_of_its_formula():
     ours = {f"{entry.slot.value}/{entry.name}" for entry in mechanisms() if entry.path.startswith("robopolicy.")}
-    found = marked(TESTS)
+    marked_tests = marked(TESTS)
     assert len(ours) >= 99
-    missing = sorted(ours - set(found))
+    missing = sorted(ours - set(marked_tests))
     assert not missing, f"No test is marked with checks(...) for: {', '.join(missing)}"
     slots = {name.split("/")[0] for name in ours}
-    unknown = sorted(name for name in found if name.split("/")[0] in slots and "/" in name and name not in ours)
+    unknown = sorted(name for name in marked_tests if name.split("/")[0] in slots and "/" in name and name not in ours)
     assert not unknown, f"Tests are marked with names that are no mechanisms: {', '.join(unknown)}"
 
 

@@ -22,7 +22,7 @@ RESTED_ON = {
 
 def used() -> set[str]:
     """Return slot/name of all mechanisms that settings of recipes or benchmarks name, alone or within a preset."""
-    presets, found = {AlgorithmConfig().algorithm}, set(RESTED_ON)
+    presets, mechanism_names = {AlgorithmConfig().algorithm}, set(RESTED_ON)
     named = re.compile(rf"\b(algorithm|{'|'.join(slot.value for slot in Slot)})(?:=|: *)(\[[^\]]*\]|\w+)")
     known = {f"{entry.slot.value}/{entry.name}" for entry in mechanisms()}
     for file in FILES:
@@ -31,9 +31,9 @@ def used() -> set[str]:
                 if slot == "algorithm" and name in PRESETS:
                     presets.add(name)
                 elif f"{slot}/{name}" in known:
-                    found.add(f"{slot}/{name}")
+                    mechanism_names.add(f"{slot}/{name}")
     resolved = [entry for preset in presets for entry in AlgorithmConfig(preset).resolved().entries]
-    return found | {f"{entry.slot.value}/{entry.name}" for entry in resolved}
+    return mechanism_names | {f"{entry.slot.value}/{entry.name}" for entry in resolved}
 
 
 def test_what_is_measured_and_what_is_not_lie_apart():

@@ -86,9 +86,9 @@ def test_grpo_guard_is_the_gradient_of_its_clipped_surrogate():
     surrogate = torch.minimum(regulated * advantage, regulated.clamp(0.95, 1.05) * advantage)
     (expected,) = torch.autograd.grad(-surrogate.sum(), logp)
     c, _ = coefficients.grpo_guard(scored)
-    (found,) = torch.autograd.grad(policy_loss(logp, c, torch.ones_like(logp)), logp)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-    assert 0.1 < float((found == 0).double().mean()) < 0.9, "some are clipped, some are not"
+    (gradient,) = torch.autograd.grad(policy_loss(logp, c, torch.ones_like(logp)), logp)
+    torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=1e-12)
+    assert 0.1 < float((gradient == 0).double().mean()) < 0.9, "some are clipped, some are not"
 
     balanced, _ = coefficients.grpo_guard(scored, balance=True)
     variance = spread.square()
@@ -101,9 +101,9 @@ def test_gtpo_takes_the_penalty_off_before_it_protects():
     rollouts = make_rollouts([2, 2], [0, 0], steps=1).with_extras(entropy=entropy)
     rollouts = replace(rollouts, latents={"tokens": torch.tensor([[[3], [1]], [[3], [2]]])})
     advantage = torch.tensor([1.0, -1.0])[:, None, None].expand(2, 2, 1)
-    found = credit.gtpo(rollouts, advantage, CONTEXT, penalty=0.1)
+    computed_advantages = credit.gtpo(rollouts, advantage, CONTEXT, penalty=0.1)
     good, bad = 1.0 - 0.1 * 0.3, -1.0 - 0.1 * 0.2  # minus the episode's mean entropy
-    torch.testing.assert_close(found.squeeze(-1), torch.tensor([[2 * good, good], [0.0, bad]]))
+    torch.testing.assert_close(computed_advantages.squeeze(-1), torch.tensor([[2 * good, good], [0.0, bad]]))
     with pytest.warns(RobopolicyWarning, match=r"excludes every episode.*entropy_limit=0\.1"):
         assert not credit.gtpo(rollouts, advantage, CONTEXT, entropy_limit=0.1).any()
 
@@ -113,20 +113,20 @@ def test_vppo_keeps_the_same_share_of_every_episode():
     rollouts = make_rollouts([2, 1], [0, 0], steps=2)
     shift = torch.tensor([[[-3.0, -2.0], [-2.5, 0.0]], [[-0.2, -0.1], [0.0, 0.0]]])
     rollouts = rollouts.with_extras(blackout_logp=rollouts.logp_behaviour + shift)
-    found = credit.vppo(rollouts, torch.ones(2, 2, 2), CONTEXT, share=0.3, low=1.0)
+    advantage = credit.vppo(rollouts, torch.ones(2, 2, 2), CONTEXT, share=0.3, low=1.0)
     # ceil(0.3 * 4) = 2 steps of the episode that looks, ceil(0.3 * 2) = 1 of the one that hardly does.
-    assert found.tolist() == [[[1, 0], [1, 0]], [[1, 0], [0, 0]]]
+    assert advantage.tolist() == [[[1, 0], [1, 0]], [[1, 0], [0, 0]]]
 
 
 @pytest.mark.checks("advantage/hgpo")
 def test_hgpo_skips_levels_that_say_nothing():
     rollouts = make_rollouts([2, 2, 2], [0, 0, 0], [1.0, 0.0, 0.0], steps=1)
     keys = torch.tensor([[0, 7], [0, 8], [0, 8]])
-    found = advantages.hgpo(rollouts.with_extras(state_key=keys), CONTEXT, context_length=1)
+    level_advantages = advantages.hgpo(rollouts.with_extras(state_key=keys), CONTEXT, context_length=1)
     first = 2**0.5  # of returns 1, 0, 0: (1 - 1/3) / std, with std = sqrt(2) / 3
     # The second decision of the first episode is alone at both levels; those of the others have equal returns.
     expected = torch.tensor([[first, 0.0], [-first / 2, 0.0], [-first / 2, 0.0]])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(level_advantages, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.checks("advantage/risk_po")
@@ -134,7 +134,7 @@ def test_risk_po_scores_bundles_against_quantiles_that_it_tracks():
     returns = [1.0, 0.0, 2.0, 0.0, 3.0, 1.0, 4.0]  # groups of 2, 2 and 3; the first two make a bundle of 3 and 0
     rollouts = make_rollouts([1] * 7, [4, 4, 6, 6, 9, 9, 9], returns, steps=1)
     context = replace(CONTEXT, memory={"risk_po": [1.0, 3.0]})
-    found = experimental_advantages.risk_po(
+    advantage = experimental_advantages.risk_po(
         rollouts, context, bundle=2, low=0.2, high=0.8, tail=1.5, rate=0.1, scale=False
     )[:, 0]
 
@@ -143,7 +143,7 @@ def test_risk_po_scores_bundles_against_quantiles_that_it_tracks():
         return (middle - 1.5 * max(1.0 - score, 0.0) / 0.2) / 2.5
 
     expected = [by_hand(score) for score in (3.0, 0.0, 3.0, 0.0, 3.0, 1.0, 4.0)]
-    assert found.tolist() == pytest.approx(expected)
+    assert advantage.tolist() == pytest.approx(expected)
     assert expected[0] == expected[6] == 0.0 and expected[1] < expected[5] < 0
     # Sums are 3, 0 | 3, 1, 4: one of five below 1, two below 3.
     assert context.memory["risk_po"] == pytest.approx([1.0 + 0.1 * (0.2 - 0.2), 3.0 + 0.1 * (0.8 - 0.4)])
@@ -160,8 +160,10 @@ def test_risk_po_scores_bundles_against_quantiles_that_it_tracks():
 
 def test_risk_po_leaves_out_what_is_beyond_the_smallest_group_of_a_bundle():
     rollouts = make_rollouts([1] * 5, [0, 0, 0, 1, 1], [1.0, 1.0, 9.0, 1.0, 0.0], steps=1)
-    found = experimental_advantages.risk_po(rollouts, replace(CONTEXT, memory={"risk_po": [5.0, 6.0]}), bundle=2)[:, 0]
-    assert found[2] == 0 and bool((found[[0, 1, 3, 4]] < 0).all())
+    advantage = experimental_advantages.risk_po(rollouts, replace(CONTEXT, memory={"risk_po": [5.0, 6.0]}), bundle=2)[
+        :, 0
+    ]
+    assert advantage[2] == 0 and bool((advantage[[0, 1, 3, 4]] < 0).all())
 
 
 @pytest.mark.checks("advantage/sas")
@@ -197,12 +199,12 @@ def test_hapo_moves_forks_further_and_counts_them_more_outside_the_neutral_zone(
     scored = replace(scored, extra=lambda name: entropy)
     c = experimental_coefficients.hapo(scored, pivot=0.5, clip_strength=1.0, gain=0.5)[0].flatten().tolist()
     levels = h.flatten().tolist()
-    for found, ratio, level, advantage in zip(c, ratios, levels, [1.0, 1.0, -1.0, 1.0, -1.0, 1.0], strict=True):
+    for value, ratio, level, advantage in zip(c, ratios, levels, [1.0, 1.0, -1.0, 1.0, -1.0, 1.0], strict=True):
         low, high = 0.2 * (1 - min(level, 0.0)), 0.2 * (1 + max(level, 0.0))
         neutral = 1 - low / 2 < ratio < 1 + high / 2
         counted = advantage if neutral == (level > 0) else advantage * (1 + 0.5 * level)
         kept = ratio <= 1 + high if counted >= 0 else ratio >= 1 - low
-        assert found == pytest.approx(ratio * counted * kept)
+        assert value == pytest.approx(ratio * counted * kept)
 
 
 @pytest.mark.checks("coefficient/hapo")
@@ -229,10 +231,10 @@ def test_ngrpo_remembers_the_best_of_the_run_and_clips_as_the_paper():
     # The paper's example of one success in eight.
     one = group.ngrpo(make_rollouts([1] * 8, [0] * 8, [1.0] + [0.0] * 7, steps=1), context)[:, 0]
     assert one[:2].tolist() == pytest.approx([1.764, -0.504], abs=1e-3)
-    found = build_algorithm(AlgorithmConfig(algorithm="ngrpo")).coefficient(
+    coefficient = build_algorithm(AlgorithmConfig(algorithm="ngrpo")).coefficient(
         scored_at([0.83, 0.85, 1.23, 1.25], [-1.0, -1.0, 1.0, 1.0])
     )
-    assert found[0].flatten().tolist() == pytest.approx([0.0, -0.85, 1.23, 0.0])
+    assert coefficient[0].flatten().tolist() == pytest.approx([0.0, -0.85, 1.23, 0.0])
     own = AlgorithmConfig(algorithm="ngrpo", options={"ppo": {"low": 0.2}})
     assert float(build_algorithm(own).coefficient(scored_at([0.83], [-1.0]))[0]) == pytest.approx(-0.83)
 

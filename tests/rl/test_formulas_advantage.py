@@ -27,9 +27,9 @@ def with_rewards(rollouts, table: list[list[list[float]]]):
 @pytest.mark.checks("advantage/gae")
 def test_gae_is_whitened_over_decisions_that_were_played():
     rollouts = make_rollouts([2, 1], [0, 1]).with_extras(advantage_gae=torch.tensor([[1.0, 4.0], [-2.0, 99.0]]))
-    found = gae.estimate(rollouts, CONTEXT)
+    advantages = gae.estimate(rollouts, CONTEXT)
     expected = standardised([1.0, 4.0, -2.0])
-    assert found.flatten().tolist() == pytest.approx([*expected, 0.0], abs=1e-6)
+    assert advantages.flatten().tolist() == pytest.approx([*expected, 0.0], abs=1e-6)
     assert gae.estimate(rollouts, CONTEXT, whiten=False).tolist() == [[1.0, 4.0], [-2.0, 0.0]]
 
 
@@ -41,7 +41,7 @@ def test_truncated_windows_bootstrap_where_they_are_cut():
     cut = torch.tensor([[9.0, 9.0, 0.8], [9.0, 9.0, 0.7]], dtype=torch.float64)  # read in the last column alone
     ended = torch.tensor([[False, False, False], [True, False, False]])
     after = gae.next_values(values, cut, ended)
-    found = gae.gae(reward, torch.ones_like(reward, dtype=torch.bool), values, after, ended, ended, 0.5, 0.5)
+    estimate = gae.gae(reward, torch.ones_like(reward, dtype=torch.bool), values, after, ended, ended, 0.5, 0.5)
     # delta_t = r_t + .5 V(s_{t+1}) - V(s_t), the last with the value of the state at the cut; A_t sums (.25)^k delta.
     first = [0.5 * 0.4 - 0.5, 1 + 0.5 * 0.2 - 0.4, 0.5 * 0.8 - 0.2]
     second = [1.0 - 0.3, 0.5 * 0.1 - 0.6, 0.5 * 0.7 - 0.1]
@@ -49,8 +49,8 @@ def test_truncated_windows_bootstrap_where_they_are_cut():
         [first[0] + 0.25 * (first[1] + 0.25 * first[2]), first[1] + 0.25 * first[2], first[2]],
         [second[0], second[1] + 0.25 * second[2], second[2]],
     ]
-    torch.testing.assert_close(found.advantages, torch.tensor(expected, dtype=torch.float64))
-    rollouts = make_rollouts([3, 3], [0, 1]).with_extras(advantage_gae=found.advantages.float())
+    torch.testing.assert_close(estimate.advantages, torch.tensor(expected, dtype=torch.float64))
+    rollouts = make_rollouts([3, 3], [0, 1]).with_extras(advantage_gae=estimate.advantages.float())
     assert experimental_advantages.egae(rollouts, CONTEXT).flatten().tolist() == pytest.approx(
         standardised([value for row in expected for value in row]), abs=1e-5
     )
@@ -88,10 +88,10 @@ def test_bnpo_gives_the_figures_of_its_authors_formula(name: str):
     rewards, published = BNPO[name]
     number = [index for index, group in enumerate(rewards) for _ in group]
     rollouts = make_rollouts([1] * len(number), number, [float(value) for row in rewards for value in row])
-    found = experimental_advantages.bnpo(
+    advantages = experimental_advantages.bnpo(
         rollouts, CONTEXT, ranges={"reward": (0.0, 1.0)} if name == "reward" else None
     )[:, 0]
-    assert found.tolist() == pytest.approx([value for row in published for value in row], abs=1e-5)
+    assert advantages.tolist() == pytest.approx([value for row in published for value in row], abs=1e-5)
 
 
 @pytest.mark.checks("advantage/bnpo")
@@ -105,8 +105,8 @@ def test_bnpo_normalises_each_of_several_rewards_by_itself():
     both = replace(rollouts, rewards={**rollouts.rewards, "time": shift})
     first = experimental_advantages.bnpo(both, CONTEXT, ranges={"reward": (0.0, 1.0)})
     second = experimental_advantages.bnpo(both, CONTEXT, ranges={"time": (6.0, 10.0)})
-    found = experimental_advantages.bnpo(both, CONTEXT, ranges={"reward": (0.0, 1.0), "time": (6.0, 10.0)})
-    torch.testing.assert_close(found, (first + second) / 2)
+    advantages = experimental_advantages.bnpo(both, CONTEXT, ranges={"reward": (0.0, 1.0), "time": (6.0, 10.0)})
+    torch.testing.assert_close(advantages, (first + second) / 2)
     alone = replace(rollouts, rewards={"reward": (shift - 6) / 4 * (shift > 0)})
     torch.testing.assert_close(second, experimental_advantages.bnpo(alone, CONTEXT, ranges={"reward": (0.0, 1.0)}))
     lonely = experimental_advantages.bnpo(rollouts.take(torch.arange(3)), CONTEXT, ranges={"reward": (0.0, 1.0)})
@@ -125,8 +125,10 @@ def test_risk_po_gives_the_figures_of_its_authors_code():
     """Figures: core_algos.py of github.com/RTkenny/RiskPO, 65ec40c: bundles of 2, quantiles tracked at 1.2 and 1.8."""
     returns = [0.9, 0.1, 0.6, 0.8, 0.3, 1.0, 0.2, 0.7, 0.4]
     rollouts = make_rollouts([1] * 9, [0, 0, 0, 1, 1, 1, 2, 2, 2], returns, steps=1)
-    found = experimental_advantages.risk_po(rollouts, replace(CONTEXT, memory={"risk_po": [1.2, 1.8]}), bundle=2)[:, 0]
-    assert found.tolist() == pytest.approx(RISK, abs=1e-4)
+    advantages = experimental_advantages.risk_po(rollouts, replace(CONTEXT, memory={"risk_po": [1.2, 1.8]}), bundle=2)[
+        :, 0
+    ]
+    assert advantages.tolist() == pytest.approx(RISK, abs=1e-4)
     # One sum a bundle has no spread to be divided by: (-.6 / .6 - 1.5 * .2 / .2) / 2.5.
     single = experimental_advantages.risk_po(
         make_rollouts([1], [0], [1.0]), replace(CONTEXT, memory={"risk_po": [1.2, 1.8]})
@@ -148,8 +150,8 @@ def test_gdpo_equals_a_slow_reference():
         for key in (0, 1):
             members = [row for row in range(7) if number[row] == key]
             total[members] += weight * standardised([paid[name][row] for row in members])
-    found = group.gdpo(replace(rollouts, rewards=terms), CONTEXT, weights={"time": 0.5})[:, 0]
-    assert found.tolist() == pytest.approx(standardised(total.tolist()), abs=1e-4)
+    advantages = group.gdpo(replace(rollouts, rewards=terms), CONTEXT, weights={"time": 0.5})[:, 0]
+    assert advantages.tolist() == pytest.approx(standardised(total.tolist()), abs=1e-4)
 
 
 @pytest.mark.checks("advantage/tree_po")
@@ -165,13 +167,13 @@ def test_tree_po_gives_the_figures_of_its_authors_formula(by_size: bool, publish
     rollouts = make_rollouts(
         [3] * 5, [0] * 5, [1.0, 0.0, 1.0, 0.0, 0.0], parent=[-1, 0, -1, 2, 0], branch_decision=[-1, 2, -1, 2, 1]
     )
-    found = tree.tree_po(rollouts, CONTEXT, by_size=by_size)
-    assert found[:, 0].tolist() == pytest.approx(published, abs=1e-5)
+    advantages = tree.tree_po(rollouts, CONTEXT, by_size=by_size)
+    assert advantages[:, 0].tolist() == pytest.approx(published, abs=1e-5)
     # What a leaf does alone after the last branch says nothing about it, however long it takes.
     longer = make_rollouts(
         [3, 9, 3, 3, 3], [0] * 5, [1.0, 0.0, 1.0, 0.0, 0.0], parent=[-1, 0, -1, 2, 0], branch_decision=[-1, 2, -1, 2, 1]
     )
-    torch.testing.assert_close(tree.tree_po(longer, CONTEXT, by_size=by_size)[:, :3], found)
+    torch.testing.assert_close(tree.tree_po(longer, CONTEXT, by_size=by_size)[:, :3], advantages)
 
 
 @pytest.mark.checks("advantage/fork")
@@ -179,11 +181,11 @@ def test_a_fork_adds_to_the_episodes_advantage():
     rollouts = make_rollouts(
         [3] * 4, [0] * 4, [1.0, 0.0, 1.0, 1.0], parent=[-1, 0, -1, 2], branch_decision=[-1, 1, -1, 2]
     )
-    found = experimental_advantages.fork(rollouts, CONTEXT, trajectory=0.5, forks=2.0)
+    advantages = experimental_advantages.fork(rollouts, CONTEXT, trajectory=0.5, forks=2.0)
     episode = 0.5 * standardised([1.0, 0.0, 1.0, 1.0])
     # Means of the leaves below each node: .75 at the root, then .5 | 1 of the two episodes, then 1, 0 | 1, 1.
     rise = np.array([[0.5 - 0.75, 0.5, 0], [0.5 - 0.75, -0.5, 0], [1 - 0.75, 0, 0], [1 - 0.75, 0, 0]])
-    torch.testing.assert_close(found, torch.tensor(episode[:, None] + 2 * rise).float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(advantages, torch.tensor(episode[:, None] + 2 * rise).float(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.checks("advantage/gigpo")
@@ -191,9 +193,9 @@ def test_gigpo_gives_the_figures_of_its_authors_code_without_deviations_and_divi
     """Figures: gigpo/core_gigpo.py of verl-agent (mean_norm), in the copy github.com/xlan156/verl-agent at 8ca3a46."""
     rollouts = make_rollouts([3] * 4, [0] * 4, [1.0, 0.0, 4.0, 3.0], steps=1)
     rollouts = rollouts.with_extras(state_key=torch.tensor([[1, 2, 3], [1, 2, 3], [1, 1, 2], [4, 2, 1]]))
-    found = step.gigpo(rollouts, CONTEXT, step_weight=0.5, scale=False)
+    advantages = step.gigpo(rollouts, CONTEXT, step_weight=0.5, scale=False)
     published = [[-1.4, -1.5, -0.75], [-2.43125, -2.625, -2.25], [1.69375, 2.06875, 3.375], [1.0, 0.75, 2.06875]]
-    torch.testing.assert_close(found, torch.tensor(published), atol=1e-5, rtol=0)
+    torch.testing.assert_close(advantages, torch.tensor(published), atol=1e-5, rtol=0)
     scaled = step.gigpo(rollouts, CONTEXT, step_weight=0.5)
     episode, third = standardised([1.0, 0.0, 4.0, 3.0]), standardised([1.0, 0.0])  # the last two are in state 3
     expected = [episode[0] + 0.5 * third[0], episode[1] + 0.5 * third[1]]
@@ -213,11 +215,11 @@ def test_hgpo_gives_the_figures_of_its_authors_code(context_length: int, alpha: 
     """Figures: recipe/hgpo/core_hgpo.py of verl-agent, in the copy github.com/xlan156/verl-agent at 8ca3a46."""
     rollouts = make_rollouts([3, 3, 2, 3, 3], [0] * 5, [1.0, 0.0, 2.0, 4.0, 3.0], steps=1)
     state = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 0], [4, 2, 1], [1, 1, 3]])
-    found = experimental_advantages.hgpo(
+    advantages = experimental_advantages.hgpo(
         rollouts.with_extras(state_key=state), CONTEXT, context_length=context_length, alpha=alpha
     )
     others = [[0.0, 0.240965, 2.197721], [-0.519731, -0.118796, 1.336305]]
-    torch.testing.assert_close(found, torch.tensor([*published, *others]), atol=2e-5, rtol=0)
+    torch.testing.assert_close(advantages, torch.tensor([*published, *others]), atol=2e-5, rtol=0)
 
 
 @pytest.mark.checks("advantage/step_groups")
@@ -229,7 +231,7 @@ def test_step_groups_compare_what_followed_the_same_step():
         [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]],
         [[5.0, 0.0], [0.0, 0.0], [0.0, 0.0]],
     ]
-    found = step.step_groups(with_rewards(rollouts, paid), CONTEXT, episode_weight=0.3, step_weight=2.0)
+    advantages = step.step_groups(with_rewards(rollouts, paid), CONTEXT, episode_weight=0.3, step_weight=2.0)
     # Two control steps a decision: discount .25 from one to the next.
     first = standardised([1 + 0.25 * (2 + 0.25 * 4), 0.25 * 8, 2.0])
     second = standardised([2 + 0.25 * 4, 8.0, 0.0])
@@ -238,16 +240,16 @@ def test_step_groups_compare_what_followed_the_same_step():
     expected[:3, 0] = torch.tensor(0.3 * episode + 2 * first)
     expected[:3, 1] = torch.tensor(0.3 * episode + 2 * second)
     expected[0, 2] = 0.3 * episode[0]  # nobody else has a third decision
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(advantages, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.checks("advantage/rank_grpo")
 def test_rank_grpo_standardises_returns_to_go_of_decisions():
     rollouts = make_rollouts([2, 2, 2], [0, 0, 0], steps=1)
     paid = [[[0.0, 1.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 8.0]], [[1.0, 1.0], [0.0, 0.0]]]
-    found = experimental_advantages.rank_grpo(with_rewards(rollouts, paid), CONTEXT)
+    advantages = experimental_advantages.rank_grpo(with_rewards(rollouts, paid), CONTEXT)
     expected = np.stack([standardised([1 + 0.25 * 2, 0.25 * 8, 2.0]), standardised([2.0, 8.0, 0.0])], 1)
-    torch.testing.assert_close(found, torch.tensor(expected).float(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(advantages, torch.tensor(expected).float(), atol=1e-4, rtol=0)
 
 
 @pytest.mark.checks("advantage/rank_grpo")
@@ -258,7 +260,7 @@ def test_rank_grpo_gives_every_action_what_followed_it():
     valid[2, 1, 1] = False
     paid = [[[0.0, 1.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 8.0]], [[1.0, 1.0], [4.0, 99.0]]]
     rollouts = with_rewards(replace(rollouts, valid=valid), paid)
-    found = experimental_advantages.rank_grpo(rollouts, CONTEXT, per_action=True)
+    advantages = experimental_advantages.rank_grpo(rollouts, CONTEXT, per_action=True)
     # Returns to go of the actions, discounted by .5 each.
     to_go = np.array([[1.0, 2.0, 2.0, 0.0], [1.0, 2.0, 4.0, 8.0], [2.5, 3.0, 4.0, np.nan]])
     expected = np.zeros((3, 4))
@@ -266,7 +268,7 @@ def test_rank_grpo_gives_every_action_what_followed_it():
         members = np.flatnonzero(np.isfinite(to_go[:, place]))
         expected[members, place] = standardised(to_go[members, place].tolist())
     tokens = torch.tensor(expected).float().reshape(3, 2, 2).repeat_interleave(2, -1)
-    torch.testing.assert_close(found, tokens, atol=1e-4, rtol=0)
+    torch.testing.assert_close(advantages, tokens, atol=1e-4, rtol=0)
     with pytest.raises(ConfigError, match="3 scored steps"):
         experimental_advantages.rank_grpo(make_rollouts([1, 1], [0, 0], steps=3), CONTEXT, per_action=True)
 
@@ -281,11 +283,11 @@ def test_salt_merges_equal_steps_and_leaves_the_others():
     actions = taken[..., None, None].expand(4, 2, 2, 1).clone()
     actions[1, 0] += 0.3  # within a quarter of the spread, which is 3.1: still the same action
     rollouts = replace(rollouts, actions=actions).with_extras(state_key=state)
-    found = experimental_advantages.salt(rollouts, CONTEXT)
+    advantages = experimental_advantages.salt(rollouts, CONTEXT)
     episode = standardised([3.0, 1.0, -1.0])  # sqrt(3/2), 0, -sqrt(3/2)
     shared_first, shared_second = (episode[0] + episode[1]) / 2, (episode[0] + episode[2]) / 2
     expected = [[shared_first, shared_second], [shared_first, episode[1]], [episode[2], shared_second], [0.0, 0.0]]
-    torch.testing.assert_close(found, torch.tensor(expected).float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(advantages, torch.tensor(expected).float(), atol=1e-5, rtol=0)
     apart = experimental_advantages.salt(rollouts, CONTEXT, resolution=0.02)[:2, 0]
     torch.testing.assert_close(apart, torch.tensor(episode[:2]).float(), atol=1e-5, rtol=0)
 
@@ -293,19 +295,19 @@ def test_salt_merges_equal_steps_and_leaves_the_others():
 @pytest.mark.checks("advantage/q_values")
 def test_q_values_are_compared_with_the_state_and_standardised():
     q, v = torch.tensor([[3.0, 1.0], [0.5, 9.0]]), torch.tensor([[1.0, 2.0], [0.5, 1.0]])
-    found = experimental_advantages.q_values(make_rollouts([2, 1], [0, 1]).with_extras(q=q, v=v), CONTEXT)
+    advantages = experimental_advantages.q_values(make_rollouts([2, 1], [0, 1]).with_extras(q=q, v=v), CONTEXT)
     expected = [*standardised([2.0, -1.0, 0.0]), 0.0]
-    assert found.flatten().tolist() == pytest.approx(expected, abs=1e-6)
+    assert advantages.flatten().tolist() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.checks("advantage/ngrpo")
 def test_ngrpo_counts_virtual_episodes_in_mean_and_spread():
     returns = [0.75, 0.0, 0.25, 1.0, 0.5]
     rollouts = make_rollouts([1] * 5, [0, 0, 0, 1, 1], returns)
-    found = group.ngrpo(rollouts, replace(CONTEXT, memory={}), best=2.0, virtual=2)[:, 0]
+    advantages = group.ngrpo(rollouts, replace(CONTEXT, memory={}), best=2.0, virtual=2)[:, 0]
     first, second = np.array([0.75, 0.0, 0.25, 2.0, 2.0]), np.array([1.0, 0.5, 2.0, 2.0])
     scaled = [(values - values.mean()) / values.std(ddof=1) for values in (first, second)]
-    assert found.tolist() == pytest.approx([*scaled[0][:3], *scaled[1][:2]], abs=1e-4)
+    assert advantages.tolist() == pytest.approx([*scaled[0][:3], *scaled[1][:2]], abs=1e-4)
 
 
 SAS = [
@@ -323,15 +325,15 @@ def test_sas_gives_the_figures_of_its_authors_code():
     context = replace(CONTEXT, memory={})
     for returns, published in SAS:
         rollouts = make_rollouts([1] * 4, [0] * 4, returns, steps=1)
-        found = experimental_advantages.sas(rollouts.with_extras(start=torch.full((4, 1), 5)), context)[:, 0]
-        assert found.tolist() == pytest.approx(published, abs=1e-5)
+        advantages = experimental_advantages.sas(rollouts.with_extras(start=torch.full((4, 1), 5)), context)[:, 0]
+        assert advantages.tolist() == pytest.approx(published, abs=1e-5)
 
 
 @pytest.mark.checks("advantage/process_steps")
 def test_process_steps_add_rewards_standardised_over_the_group():
     rollouts = make_rollouts([2, 1, 1], [0, 0, 1], [1.0, 0.0, 1.0], steps=2)
     process = torch.tensor([[[1.0, 2.0], [0.5, 0.5]], [[-1.0, -1.0], [0.0, 0.0]], [[4.0, 4.0], [0.0, 0.0]]])
-    found = experimental_advantages.process_steps(rollouts.with_extras(process=process), CONTEXT, alpha=0.5)
+    advantages = experimental_advantages.process_steps(rollouts.with_extras(process=process), CONTEXT, alpha=0.5)
     steps = standardised([3.0, 1.0, -2.0])  # the group's three decisions; the other start has one, which is its mean
     expected = [[1 + 0.5 * steps[0], 1 + 0.5 * steps[1]], [-1 + 0.5 * steps[2], 0.0], [0.0, 0.0]]
-    torch.testing.assert_close(found, torch.tensor(expected).float(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(advantages, torch.tensor(expected).float(), atol=1e-4, rtol=0)

@@ -81,14 +81,16 @@ def test_estimators_of_the_kl_to_the_base(estimator: str):
 def test_the_second_estimators_gradient_is_the_kls():
     """Over a whole vocabulary, each word as often as the policy says it."""
     logits, told = random(5).requires_grad_(), random(5, seed=1).log_softmax(-1)
-    said = logits.log_softmax(-1)
-    share = said.detach().exp()
-    (expected,) = torch.autograd.grad((said.exp() * (said - told)).sum(), logits, retain_graph=True)
+    log_probabilities = logits.log_softmax(-1)
+    share = log_probabilities.detach().exp()
+    (expected,) = torch.autograd.grad(
+        (log_probabilities.exp() * (log_probabilities - told)).sum(), logits, retain_graph=True
+    )
     terms = [
         experimental_auxiliaries.stay_near_base(
             inputs_of(
                 base=Toy(Scores(told[word].expand(1, 1), share)),
-                scores=Scores(said[word].expand(1, 1), share),
+                scores=Scores(log_probabilities[word].expand(1, 1), share),
                 mask=torch.ones(1, 1, dtype=torch.bool),
             ),
             weight=1.0,
@@ -96,8 +98,8 @@ def test_the_second_estimators_gradient_is_the_kls():
         )
         for word in range(5)
     ]
-    (found,) = torch.autograd.grad((share * torch.stack(terms)).sum(), logits)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+    (gradient,) = torch.autograd.grad((share * torch.stack(terms)).sum(), logits)
+    torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.checks("auxiliaries/entropy")
@@ -159,9 +161,9 @@ def test_distilling_tokens_is_the_mean_kl_of_the_student_to_the_teacher():
     logits, teacher = random(2, 3, 5).requires_grad_(), random(2, 3, 5, seed=1).log_softmax(-1)
     loss = experimental_auxiliaries.distill(speaking(logits.log_softmax(-1), teacher), weight=0.5)
     divergence = kl_divergence(Categorical(logits=logits), Categorical(logits=teacher))
-    (found,) = torch.autograd.grad(loss, logits)
+    (gradient,) = torch.autograd.grad(loss, logits)
     (expected,) = torch.autograd.grad(0.5 * divergence[MASK].mean(), logits)
-    torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(gradient, expected, atol=1e-7, rtol=1e-6)
 
 
 @pytest.mark.checks("auxiliaries/distill")
@@ -259,8 +261,8 @@ def test_the_best_of_several_decisions_is_imitated_where_it_beats_the_state():
     assert len(terms) == 2, "of the third state no decision is worth more than the state"
     expected = -0.5 * torch.cat(terms).sum() / chunks[:3].flatten().numel()  # all three states count
     torch.testing.assert_close(loss, expected, atol=1e-7, rtol=1e-6)
-    (found,) = torch.autograd.grad(loss, theta)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, theta)[0], atol=1e-7, rtol=1e-6)
+    (gradient,) = torch.autograd.grad(loss, theta)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, theta)[0], atol=1e-7, rtol=1e-6)
     assert float(experimental_auxiliaries.best_of_n(inputs, warmup=9)) == 0
 
 
@@ -317,6 +319,6 @@ def test_step_preferences_equal_a_slow_reference():
     assert 0 < len(terms) < count, "a state whose children are worth alike says nothing"
     expected = 0.5 * torch.stack(terms).mean()
     torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-5)
-    (found,) = torch.autograd.grad(loss, theta)
-    assert float(found) != 0
-    torch.testing.assert_close(found, torch.autograd.grad(expected, theta)[0], atol=1e-6, rtol=1e-5)
+    (gradient,) = torch.autograd.grad(loss, theta)
+    assert float(gradient) != 0
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, theta)[0], atol=1e-6, rtol=1e-5)

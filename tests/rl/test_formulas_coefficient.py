@@ -36,8 +36,8 @@ def test_pacs_balances_the_outcomes_of_every_start(seed: int):
     )
     (expected,) = torch.autograd.grad(loss, logp)
     c, _ = experimental_coefficients.pacs(scored, beta=0.7)
-    (found,) = torch.autograd.grad(policy_loss(logp, c, scored.mask.double()), logp)
-    torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-6)
+    (gradient,) = torch.autograd.grad(policy_loss(logp, c, scored.mask.double()), logp)
+    torch.testing.assert_close(gradient, expected, atol=1e-8, rtol=1e-6)
 
 
 @pytest.mark.checks("coefficient/none")
@@ -78,16 +78,16 @@ def test_on_policy_distillation_is_the_gradient_of_the_reverse_kl():
     draws = torch.Generator().manual_seed(0)
     logits = torch.randn(6, generator=draws, dtype=torch.float64, requires_grad=True)
     told = torch.randn(6, generator=draws, dtype=torch.float64).log_softmax(-1)
-    said = logits.log_softmax(-1)
+    log_probabilities = logits.log_softmax(-1)
     rollouts = make_rollouts([1] * 6, [0] * 6, steps=1).with_extras(teacher_logp=told[:, None, None])
-    rollouts = replace(rollouts, logp_behaviour=said.detach()[:, None, None])
-    scored = make_scored(rollouts, said[:, None, None], torch.zeros(6, 1, 1, dtype=torch.float64))
+    rollouts = replace(rollouts, logp_behaviour=log_probabilities.detach()[:, None, None])
+    scored = make_scored(rollouts, log_probabilities[:, None, None], torch.zeros(6, 1, 1, dtype=torch.float64))
     c, stats = experimental_coefficients.on_policy_distillation(scored, cap=50.0)
-    loss = policy_loss(said[:, None, None], c, said.detach().exp()[:, None, None])
-    (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    (expected,) = torch.autograd.grad((said.exp() * (said - told)).sum(), logits)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
-    assert float(stats["teacher_gap"]) == pytest.approx(float((said - told).detach().mean()))
+    loss = policy_loss(log_probabilities[:, None, None], c, log_probabilities.detach().exp()[:, None, None])
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((log_probabilities.exp() * (log_probabilities - told)).sum(), logits)
+    torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=1e-10)
+    assert float(stats["teacher_gap"]) == pytest.approx(float((log_probabilities - told).detach().mean()))
 
 
 @pytest.mark.checks("coefficient/opd")
@@ -116,13 +116,13 @@ def test_the_shift_is_the_kl_of_the_executed_elements():
     extras: dict[str, Tensor] = {"mean": mean, "std": std}
     advantage = torch.full((2, 2, 3), 2.0, dtype=torch.float64)
     scored = make_scored(rollouts, rollouts.logp_behaviour + 0.1, advantage, extras=extras)
-    found, spread = coefficients.mean_shift(scored)
+    shift, spread = coefficients.mean_shift(scored)
     torch.testing.assert_close(spread, std[..., 0, 0])
     element = kl_divergence(Normal(old, std), Normal(mean, std))[..., :2, :]
     expected = element.mean((-2, -1))
     expected[0, 1] = element[0, 1, :, :1].mean((-2, -1))
     played = rollouts.alive
-    torch.testing.assert_close(found[played], expected[played])
+    torch.testing.assert_close(shift[played], expected[played])
 
 
 @pytest.mark.checks("coefficient/grpo_guard")
@@ -170,5 +170,5 @@ def test_ratios_of_actions_are_the_geometric_means_of_their_tokens():
     surrogate = torch.min(geometric * unit, geometric.clamp(0.8, 1.2) * unit)
     (expected,) = torch.autograd.grad(-(2 * surrogate * mask[:, ::2]).sum(), logp)  # a unit's two tokens both carry it
     c = coefficients.ppo(ratios.log_ratio, unit.repeat_interleave(2, 1), 0.2, 0.2, ratios.clamped)
-    (found,) = torch.autograd.grad(policy_loss(logp, c, mask.double()), logp)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+    (gradient,) = torch.autograd.grad(policy_loss(logp, c, mask.double()), logp)
+    torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=1e-10)

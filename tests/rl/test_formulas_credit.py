@@ -19,8 +19,8 @@ CONTEXT = Context(torch.Generator(), iteration=0, iterations=10)
 @pytest.mark.checks("credit/denoising_discount")
 def test_noisy_steps_get_less_credit():
     rollouts = make_rollouts([1], [0], steps=3)
-    found = gae.discount_denoising(rollouts, torch.full((1, 1, 3), 2.0), CONTEXT, gamma=0.5)
-    assert found.tolist() == [[[0.5, 1.0, 2.0]]]
+    advantages = gae.discount_denoising(rollouts, torch.full((1, 1, 3), 2.0), CONTEXT, gamma=0.5)
+    assert advantages.tolist() == [[[0.5, 1.0, 2.0]]]
 
 
 @pytest.mark.checks("credit/d3s_steps")
@@ -30,9 +30,9 @@ def test_d3s_keeps_the_steps_with_the_largest_advantage_times_entropy():
     advantage = torch.tensor([[[5.0, 1.0], [-4.0, 2.0]], [[-0.5, 3.0], [9.0, 9.0]]])
     # |A| H: .5, 2, 4, 1 | 1.5, .6; the last decision is padding.
     for iteration, kept in ((0, [[0, 1, 1, 0], [0, 0]]), (5, [[0, 1, 1, 1], [1, 0]]), (10, [[1, 1, 1, 1], [1, 1]])):
-        found = experimental_credit.d3s_steps(rollouts, advantage, replace(CONTEXT, iteration=iteration), start=0.3)
+        mask = experimental_credit.d3s_steps(rollouts, advantage, replace(CONTEXT, iteration=iteration), start=0.3)
         expected = advantage[rollouts.mask] * torch.tensor([value for row in kept for value in row])
-        assert found[rollouts.mask].tolist() == expected.tolist(), iteration
+        assert mask[rollouts.mask].tolist() == expected.tolist(), iteration
 
 
 @pytest.mark.checks("credit/empg")
@@ -41,7 +41,9 @@ def test_empg_equals_a_slow_reference():
     entropy, advantage = draws.random((3, 3, 2)) * 2, draws.normal(size=(3, 3, 2))
     rollouts = make_rollouts(lengths, [0] * 3).with_extras(entropy=torch.tensor(entropy))
     rollouts.mask[2, 1, 1] = False  # a decision of one step
-    found = experimental_credit.empg(rollouts, torch.tensor(advantage), CONTEXT, damping=1.5, clarity=0.7, bonus=0.2)
+    advantages = experimental_credit.empg(
+        rollouts, torch.tensor(advantage), CONTEXT, damping=1.5, clarity=0.7, bonus=0.2
+    )
 
     places = [(row, column) for row, length in enumerate(lengths) for column in range(length)]
     steps = {place: rollouts.mask[place].numpy() for place in places}
@@ -57,8 +59,8 @@ def test_empg_equals_a_slow_reference():
             shaped[row, column] += 0.2 * math.exp(-0.7 * scaled[row, column + 1])
     centre = np.concatenate([shaped[place][steps[place]] for place in places]).mean()
     for place in places:
-        assert found[place].tolist() == pytest.approx(((shaped[place] - centre) * steps[place]).tolist())
-    assert not found[~rollouts.mask].any()
+        assert advantages[place].tolist() == pytest.approx(((shaped[place] - centre) * steps[place]).tolist())
+    assert not advantages[~rollouts.mask].any()
 
 
 @pytest.mark.checks("credit/seed_grpo")
@@ -66,10 +68,10 @@ def test_seed_grpo_shrinks_by_the_entropy_of_what_a_start_leads_to():
     rollouts = make_rollouts([1] * 6, [0, 0, 0, 0, 1, 1])
     ends = torch.tensor([0.0, 9.0, 9.0, -9.0, 9.0, 9.0])[:, None, None, None].expand(6, 1, 1, 3)
     rollouts = replace(rollouts, next_observation={STATE: ends})
-    found = experimental_credit.seed_grpo(rollouts, torch.full((6, 1, 2), 2.0), CONTEXT, alpha=0.5)[:, 0, 0]
+    advantages = experimental_credit.seed_grpo(rollouts, torch.full((6, 1, 2), 2.0), CONTEXT, alpha=0.5)[:, 0, 0]
     # Clusters of 1, 2 and 1 of four: H = 2 (1/4) log 4 + (1/2) log 2 = 1.5 log 2 of at most log 4; then one of two.
     shrunk = 2 * (1 - 0.5 * 1.5 * math.log(2) / math.log(4))
-    assert found.tolist() == pytest.approx([shrunk] * 4 + [2.0] * 2)
+    assert advantages.tolist() == pytest.approx([shrunk] * 4 + [2.0] * 2)
 
 
 @pytest.mark.checks("credit/vppo")
@@ -77,7 +79,9 @@ def test_vppo_scales_episodes_by_their_mean_dependency_and_centres_the_scale():
     rollouts = make_rollouts([1, 1, 1], [0, 0, 0], steps=2)
     shift = torch.tensor([[-2.0, 1.0], [-0.5, 0.0], [0.0, 4.0]], dtype=torch.float64)[:, None]
     rollouts = rollouts.with_extras(blackout_logp=rollouts.logp_behaviour + shift)
-    found = experimental_credit.vppo(rollouts, torch.ones(3, 1, 2, dtype=torch.float64), CONTEXT, share=0.5, low=0.8)
+    advantages = experimental_credit.vppo(
+        rollouts, torch.ones(3, 1, 2, dtype=torch.float64), CONTEXT, share=0.5, low=0.8
+    )
     dependency = np.minimum(np.exp(shift.numpy()) - 1 - shift.numpy(), 10.0)  # e^4 - 5 is 49.6
     mean = dependency[:, 0].mean(1)
     place = (mean - mean.min()) / (mean.max() - mean.min())
@@ -85,7 +89,7 @@ def test_vppo_scales_episodes_by_their_mean_dependency_and_centres_the_scale():
     scale = 0.8 + place * (most - 0.8)
     assert scale.min() == pytest.approx(0.8) and scale.mean() == pytest.approx(1.0)
     kept = np.array([[1, 0], [1, 0], [0, 1]])
-    torch.testing.assert_close(found[:, 0], torch.tensor(kept * scale[:, None]), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(advantages[:, 0], torch.tensor(kept * scale[:, None]), atol=1e-6, rtol=1e-6)
     alike = rollouts.with_extras(blackout_logp=rollouts.logp_behaviour + shift[:1])
     assert experimental_credit.vppo(alike, torch.ones(3, 1, 2), CONTEXT, low=0.8)[:, 0, 0].tolist() == [1.0] * 3
 
@@ -96,10 +100,10 @@ def test_what_depends_on_the_instruction_weighs_more_in_good_and_less_in_bad_epi
     delta = torch.tensor([0.2, 5.0, -5.0], dtype=torch.float64).expand(2, 1, 3)
     rollouts = rollouts.with_extras(contrast_logp=rollouts.logp_behaviour - delta)
     advantage = torch.tensor([2.0, -1.0], dtype=torch.float64)[:, None, None].expand(2, 1, 3)
-    found = experimental_credit.instruction_contrast(rollouts, advantage, CONTEXT, share=0.4, epsilon=0.5)
+    advantages = experimental_credit.instruction_contrast(rollouts, advantage, CONTEXT, share=0.4, epsilon=0.5)
     good = [2 * (0.6 + 0.4 * math.exp(0.2)), 2 * (0.6 + 0.4 * 1.5), 2 * (0.6 + 0.4 * 0.5)]
     bad = [-(0.6 + 0.4 * math.exp(-0.2)), -(0.6 + 0.4 * 0.5), -(0.6 + 0.4 * 1.5)]
-    assert found[:, 0].flatten().tolist() == pytest.approx(good + bad)
+    assert advantages[:, 0].flatten().tolist() == pytest.approx(good + bad)
 
 
 @pytest.mark.checks("credit/gtpo")
@@ -110,11 +114,11 @@ def test_gtpo_protects_tokens_that_good_and_bad_episodes_chose_at_the_same_place
     rollouts = make_rollouts([3] * 4, [0, 0, 0, 1], steps=1).with_extras(entropy=entropy)
     rollouts = replace(rollouts, latents={"tokens": tokens})
     advantage = torch.tensor([1.0, -1.0, -1.0, 1.0])[:, None, None].expand(4, 3, 1)
-    found = experimental_credit.gtpo(rollouts, advantage, CONTEXT)[..., 0]
+    advantages = experimental_credit.gtpo(rollouts, advantage, CONTEXT)[..., 0]
     # The first shares its first and third tokens with the second, its second with the third, which are both bad: an
     # unbroken run. The run of the others ends where a token of theirs is nobody else's; the last has no group.
-    assert found.tolist() == [[2, 2, 2], [0, -1, -1], [-1, -1, -1], [1, 1, 1]]
+    assert advantages.tolist() == [[2, 2, 2], [0, -1, -1], [-1, -1, -1], [1, 1, 1]]
     rollouts = rollouts.with_extras(entropy=torch.tensor([0.3, 0.5, 9.0])[:, None].expand(4, 3, 1))
     rollouts.mask[:, 2] = False  # the mean is over steps that were chosen
-    found = experimental_credit.gtpo(rollouts, advantage, CONTEXT, penalty=0.5)[..., 0]
-    assert found[0].tolist() == pytest.approx([1.6, 1.6, 0.0])
+    advantages = experimental_credit.gtpo(rollouts, advantage, CONTEXT, penalty=0.5)[..., 0]
+    assert advantages[0].tolist() == pytest.approx([1.6, 1.6, 0.0])

@@ -44,14 +44,14 @@ def test_prime_learns_outcomes_from_summed_log_ratios_and_pays_each_of_them():
     start = torch.tensor([0.3, -0.2, 0.5, 0.7])
     policy.weight.data.copy_(start)
     model = Prime(tools(policy), beta=0.4, rate=0.1, epochs=1, minibatch=64)
-    found = model.annotate(rollouts, context()).extras["process"]
+    process_rewards = model.annotate(rollouts, context()).extras["process"]
     weight = start.clone().requires_grad_()
     # Of the second start all episodes failed: PRIME filters it out.
     logits = 0.4 * log_ratio(rollouts, weight).sum((1, 2))[:3]
     loss = functional.binary_cross_entropy_with_logits(logits, torch.tensor([1.0, 0.0, 1.0]))
     learned = first_step(loss, weight, 0.1)
     assert not torch.equal(learned, start)
-    torch.testing.assert_close(found, 0.4 * log_ratio(rollouts, learned), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(process_rewards, 0.4 * log_ratio(rollouts, learned), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.checks("models/oprl")
@@ -62,13 +62,13 @@ def test_oprl_learns_pairs_of_a_start_by_the_loss_of_dpo():
     start = torch.tensor([0.3, -0.2, 0.5, 0.7])
     policy.weight.data.copy_(start)
     model = Oprl(tools(policy), beta=0.4, rate=0.1, epochs=1, minibatch=64)
-    found = model.annotate(rollouts, context()).extras["process"]
+    process_rewards = model.annotate(rollouts, context()).extras["process"]
     weight = start.clone().requires_grad_()
     total = 0.4 * log_ratio(rollouts, weight).sum((1, 2))
     pairs = [(0, 4), (2, 4), (3, 1)]  # ties make no pair, nor do strangers
     loss = torch.stack([-functional.logsigmoid(total[better] - total[worse]) for better, worse in pairs]).mean()
     learned = first_step(loss, weight, 0.1)
-    torch.testing.assert_close(found, 0.4 * log_ratio(rollouts, learned), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(process_rewards, 0.4 * log_ratio(rollouts, learned), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.checks("models/oprl", "models/prime")
@@ -93,12 +93,12 @@ def test_progress_steps_down_the_square_of_what_contributions_lack():
     model = Progress(tools(LinearPolicy()), alpha=0.5, rate=1e-2, epochs=1, minibatch=8)
     model.network.fit(rollouts)
     before = [weight.detach().clone() for weight in model.weights]
-    seen, after = tensor_of(rollouts.observation, STATE), tensor_of(rollouts.next_observation, STATE)
+    observation, after = tensor_of(rollouts.observation, STATE), tensor_of(rollouts.next_observation, STATE)
 
     def contributions() -> Tensor:
         following = model.network.features({STATE: after.flatten(0, 1)})
-        found = model.network({STATE: seen.flatten(0, 1)}, following).reshape(rollouts.shape)
-        return torch.where(rollouts.alive, found, 0.0)
+        contribution_values = model.network({STATE: observation.flatten(0, 1)}, following).reshape(rollouts.shape)
+        return torch.where(rollouts.alive, contribution_values, 0.0)
 
     loss = (contributions().sum(1) - rollouts.row_success.float()).square().mean()
     gradients = torch.autograd.grad(loss, model.weights)

@@ -93,11 +93,11 @@ def test_duration_weighs_the_gradient_of_a_decision_by_its_time_over_the_mean():
     valid = rollouts.valid.clone()
     valid[0, 1, 1] = False  # a decision of one control step; the others take two
     rollouts = replace(rollouts, valid=valid)
-    found = experimental_rewards.weigh_by_duration(rollouts.mask, rollouts)
+    episode_weights = experimental_rewards.weigh_by_duration(rollouts.mask, rollouts)
     # (duration / mean duration) / number of steps, where each of three decisions has two steps.
     expected = torch.tensor([[2.0, 1.0], [2.0, 0.0]]) / (5 / 3) / 6
-    torch.testing.assert_close(found, expected[..., None].expand(2, 2, 2))
-    assert float(found.sum()) == pytest.approx(1.0)
+    torch.testing.assert_close(episode_weights, expected[..., None].expand(2, 2, 2))
+    assert float(episode_weights.sum()) == pytest.approx(1.0)
 
 
 @pytest.mark.checks("weight/step_mean", "weight/episode_mean", "weight/constant")
@@ -111,11 +111,13 @@ def test_what_counts_alike_in_each_average():
         weights.weigh_constantly: [[1 / 12, 1 / 12, 1 / 12, 1 / 12], [1 / 12, 1 / 12]],
     }
     for function, table in tables.items():
-        found = function(mask, rollouts)
-        assert found[mask].tolist() == pytest.approx([value for row in table for value in row]), function.__name__
-        assert not found[~mask].any()
+        episode_weights = function(mask, rollouts)
+        assert episode_weights[mask].tolist() == pytest.approx([value for row in table for value in row]), (
+            function.__name__
+        )
+        assert not episode_weights[~mask].any()
     assert weights.weigh_constantly(mask, rollouts, length=4.0)[mask].tolist() == pytest.approx([1 / 8] * 6)
     # In minibatches of single decisions every step knows the length of its whole episode.
     decisions = replace(rollouts, mask=mask).with_extras(episode_steps=torch.tensor([[4, 4], [2, 2]])).flat()
-    found = weights.weigh_episodes(decisions.mask, decisions)
-    assert found[decisions.mask].tolist() == pytest.approx([1 / 8] * 4 + [1 / 4] * 2)
+    episode_weights = weights.weigh_episodes(decisions.mask, decisions)
+    assert episode_weights[decisions.mask].tolist() == pytest.approx([1 / 8] * 4 + [1 / 4] * 2)

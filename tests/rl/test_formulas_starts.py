@@ -65,9 +65,9 @@ def test_uniform_draws_every_start_alike_and_remembers_rates():
 @pytest.mark.checks("allocator/knapsack")
 def test_the_value_of_a_group_is_the_chance_of_mixed_outcomes_times_the_gain():
     rate = np.array([0.5, 0.2, 0.0, 1.0])
-    found = starts.signal_value(np.array([3, 2, 5, 5]), rate)
+    values = starts.signal_value(np.array([3, 2, 5, 5]), rate)
     # N = 3 at 1/2: mixed in 6 of 8 cases; N = 2 at 1/5: in 2 * .2 * .8. Gain p (1 - p)^2.
-    assert found.tolist() == pytest.approx([0.75 * 0.5 * 0.25, 0.32 * 0.2 * 0.64, 0.0, 0.0])
+    assert values.tolist() == pytest.approx([0.75 * 0.5 * 0.25, 0.32 * 0.2 * 0.64, 0.0, 0.0])
 
 
 @pytest.mark.checks("allocator/dars")

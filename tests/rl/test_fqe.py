@@ -27,11 +27,11 @@ def line(count=2000, seed=0):
 def test_a_constant_policy_is_worth_its_discounted_reward(share):
     data = line()
     drawn = torch.full((len(data), 4, 1), share)
-    found = fit_q(data, drawn, (-2.0, 2.0), QUICK, generator())
+    evaluator = fit_q(data, drawn, (-2.0, 2.0), QUICK, generator())
     asked = torch.zeros(8, 1)
-    value = found.values(asked, torch.full((8, 4, 1), share))
+    value = evaluator.values(asked, torch.full((8, 4, 1), share))
     assert value.mean() == pytest.approx(share / (1 - 0.5), abs=0.06)
-    assert not found.diverged
+    assert not evaluator.diverged
 
 
 def test_targets_by_hand():
@@ -41,19 +41,19 @@ def test_targets_by_hand():
         torch.tensor([True] + [False] * 5), decay=torch.full((6,), 0.25),
     )  # fmt: skip
     drawn = torch.rand(6, 3, 1, generator=generator())
-    found = td_targets(critics, batch, drawn, 0.9)
+    targets = td_targets(critics, batch, drawn, 0.9)
     for row in range(6):
         ahead = torch.stack([critics(batch.next_state[row : row + 1], drawn[row, i : i + 1])[:, 0] for i in range(3)])
         rest = 0.0 if row == 0 else 0.25 * ahead.mean(0)
-        assert torch.allclose(found[:, row], batch.reward[row] + rest, atol=1e-6)
+        assert torch.allclose(targets[:, row], batch.reward[row] + rest, atol=1e-6)
 
 
 def test_values_that_rewards_do_not_allow_ring_the_alarm():
     data = line()
     drawn = torch.full((len(data), 1, 1), 0.9)
-    found = fit_q(data, drawn, (-0.1, 0.1), FqeConfig(**{**vars(QUICK), "samples": 1}), generator())
-    assert found.diverged and found.clipped > 0.5
-    assert float(found.values(data.state, data.action[:, None]).abs().max()) < 0.5  # held by the clip all the same
+    evaluator = fit_q(data, drawn, (-0.1, 0.1), FqeConfig(**{**vars(QUICK), "samples": 1}), generator())
+    assert evaluator.diverged and evaluator.clipped > 0.5
+    assert float(evaluator.values(data.state, data.action[:, None]).abs().max()) < 0.5  # held by the clip all the same
 
 
 def test_the_same_seed_is_the_same_fit():

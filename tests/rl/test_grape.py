@@ -44,8 +44,8 @@ def test_what_is_charged_stage_by_stage():
         [[0, 1], [4, 4], [4, 4], [4, 4]],  # near and there at once
     ]
     counts = np.array([[True] * 4, [True, True, True, False], [True] * 4])
-    found = stage_costs(FROM_FOUR, {"x": np.array(x, dtype=float)}, counts)
-    np.testing.assert_allclose(found, [[8 / 3 - 1, 2 * 0 + 3], [10 / 3 - 1, 2 * 3 + 5], [0, 2 * 0 + 1]])
+    costs = stage_costs(FROM_FOUR, {"x": np.array(x, dtype=float)}, counts)
+    np.testing.assert_allclose(costs, [[8 / 3 - 1, 2 * 0 + 3], [10 / 3 - 1, 2 * 3 + 5], [0, 2 * 0 + 1]])
 
 
 def test_frames_are_what_decisions_saw_and_what_came_of_the_last():
@@ -110,8 +110,8 @@ def test_stages_come_from_the_task_or_from_a_dotted_path(tmp_path: Path, monkeyp
     end = rollouts.next_observation[STATE][torch.arange(4), torch.tensor([1, 0, 1, 0]), 0, 0].double()
     expected = (-(end**2)).exp()
     alone = {"own": 0.0, "success": 0.0}
-    found = guided_cost(rollouts, replace(CONTEXT, stages=(where,)), stages="task", **alone)
-    torch.testing.assert_close(found.row_return.double(), expected, rtol=1e-5, atol=1e-7)
+    ranked_rollouts = guided_cost(rollouts, replace(CONTEXT, stages=(where,)), stages="task", **alone)
+    torch.testing.assert_close(ranked_rollouts.row_return.double(), expected, rtol=1e-5, atol=1e-7)
     (tmp_path / "my_stages.py").write_text(
         "from robopolicy.core.stages import Constraint, Stage\n"
         "def low():\n"
@@ -124,7 +124,7 @@ def test_stages_come_from_the_task_or_from_a_dotted_path(tmp_path: Path, monkeyp
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     other = guided_cost(rollouts, CONTEXT, stages="my_stages:low", **alone)
-    torch.testing.assert_close(other.row_return, found.row_return)
+    torch.testing.assert_close(other.row_return, ranked_rollouts.row_return)
     with pytest.raises(ConfigError, match="defines no stages"):
         guided_cost(rollouts, CONTEXT, stages="task")
     with pytest.raises(ConfigError, match="is neither a tuple of stages"):
@@ -151,8 +151,8 @@ def test_stages_come_from_the_task_or_from_a_dotted_path(tmp_path: Path, monkeyp
 def test_the_best_is_chosen_over_the_worst_and_ties_give_no_pair(pairs: int, expected: list[int]):
     group = [0, 0, 0, 1, 1, 2, 3, 3, 3, 4, 4]
     returns = [3.0, 1.0, 2.0, 5.0, 5.0, 7.0, 1.0, 1.0, 1.0, 2.0, 1.0]
-    found, keep = best_and_worst(make_rollouts([1] * 11, group, returns), CONTEXT, pairs=pairs)
-    assert found[:, 0].tolist() == expected
+    advantage_values, keep = best_and_worst(make_rollouts([1] * 11, group, returns), CONTEXT, pairs=pairs)
+    assert advantage_values[:, 0].tolist() == expected
     assert keep.tolist() == [value != 0 for value in expected]
 
 
@@ -166,8 +166,8 @@ def test_of_several_pairs_each_chosen_one_beats_everyone_rejected():
 
 
 def test_where_nobody_is_better_all_stay_with_nothing_to_learn():
-    found, keep = best_and_worst(make_rollouts([2, 1], [0, 0], [1.0, 1.0]), CONTEXT)
-    assert not found.any()
+    advantage_values, keep = best_and_worst(make_rollouts([2, 1], [0, 0], [1.0, 1.0]), CONTEXT)
+    assert not advantage_values.any()
     assert keep.all()
 
 
@@ -192,13 +192,13 @@ def test_the_coefficient_is_the_gradient_of_the_papers_loss(reduction: str, seed
     rollouts, logp, scored = compared(seed)
     coefficient, stats = tpo(scored, beta=0.3, reduction=reduction)
     weight = weigh_constantly(scored.mask, rollouts, length=1.0)
-    found = torch.autograd.grad(policy_loss(logp, coefficient, weight), logp)[0]
+    gradient = torch.autograd.grad(policy_loss(logp, coefficient, weight), logp)[0]
     change = torch.where(rollouts.mask, logp - rollouts.extras["reference_logp"], 0.0).sum((1, 2))
     if reduction == "mean":
         change = change / rollouts.mask.sum((1, 2))
     pairs = [(0, 1), (2, 3), (2, 4)]
     loss = torch.stack([-functional.logsigmoid(0.3 * (change[won] - change[lost])) for won, lost in pairs]).mean()
-    torch.testing.assert_close(found, torch.autograd.grad(loss, logp)[0], atol=1e-9, rtol=1e-7)
+    torch.testing.assert_close(gradient, torch.autograd.grad(loss, logp)[0], atol=1e-9, rtol=1e-7)
     assert float(stats["pairs"]) == 3
 
 
@@ -327,10 +327,10 @@ def test_pairs_survive_the_disk(tmp_path: Path):
     for number in range(2):
         replay.mix(judged(seed=number, version=number), at(number))
     replay.store(tmp_path / "preferences", ("go",))
-    found = read_pairs(tmp_path / "preferences").rollouts
-    assert len(found.group) == 8
-    assert sorted(found.group.unique().tolist()) == [0, 1, 2, 3]
-    assert found.extras["preferred"][:, 0].tolist() == [1, -1, 1, -1, 1, -1, 1, -1]
+    pairs_read = read_pairs(tmp_path / "preferences").rollouts
+    assert len(pairs_read.group) == 8
+    assert sorted(pairs_read.group.unique().tolist()) == [0, 1, 2, 3]
+    assert pairs_read.extras["preferred"][:, 0].tolist() == [1, -1, 1, -1, 1, -1, 1, -1]
     other = Preferences(share=1.0)
     other.restore(replay.tree())
     other.store(tmp_path / "again", ("go",))

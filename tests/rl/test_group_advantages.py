@@ -23,8 +23,8 @@ NAMES = [entry.name for entry in mechanisms(Slot.ADVANTAGE) if entry.name not in
 
 def advantage_of(name: str, rollouts: Rollouts, **options) -> torch.Tensor:
     function = next(entry.function for entry in mechanisms(Slot.ADVANTAGE) if entry.name == name)
-    found = function(rollouts, replace(CONTEXT, memory={}), **options)
-    return found[0] if isinstance(found, tuple) else found
+    estimate = function(rollouts, replace(CONTEXT, memory={}), **options)
+    return estimate[0] if isinstance(estimate, tuple) else estimate
 
 
 def annotated(rollouts: Rollouts, seed: int) -> Rollouts:
@@ -93,10 +93,10 @@ def test_a_small_reward_is_not_drowned_by_a_large_one():
     large[:, 0, 0] = torch.tensor([1000.0, 0.0, 1000.0, 0.0])
     small[:, 0, 0] = torch.tensor([0.0, 0.01, 0.01, 0.0])
     rollouts = replace(rollouts, rewards={"large": large, "small": small})
-    found = first(advantage_of("gdpo", rollouts))
-    assert found[0] == pytest.approx(found[1], abs=1e-3)
-    assert found[2] > 1
-    assert found[3] < -1
+    advantages = first(advantage_of("gdpo", rollouts))
+    assert advantages[0] == pytest.approx(advantages[1], abs=1e-3)
+    assert advantages[2] > 1
+    assert advantages[3] < -1
 
 
 @pytest.mark.checks("advantage/gigpo")
@@ -105,8 +105,8 @@ def test_steps_in_the_same_state_are_compared_with_one_another():
     keys = torch.tensor([[5, 1], [5, 2], [6, 2]])
     rollouts = rollouts.with_extras(state_key=keys)
     episode = first(advantage_of("dr_grpo", rollouts))
-    found = advantage_of("gigpo", rollouts, step_weight=1.0, scale=False)
-    steps = found - torch.tensor(episode)[:, None]
+    advantages = advantage_of("gigpo", rollouts, step_weight=1.0, scale=False)
+    steps = advantages - torch.tensor(episode)[:, None]
     # start state 5: returns to go 0.81 and 0 (discount 0.9 ** 2 control steps); state 2: 0 and 0.5
     assert steps[0].tolist() == pytest.approx([0.405, 0.0], abs=1e-5)
     assert steps[1].tolist() == pytest.approx([-0.405, -0.25], abs=1e-5)
@@ -117,11 +117,11 @@ def test_steps_in_the_same_state_are_compared_with_one_another():
 def test_longer_shared_histories_weigh_more():
     rollouts = make_rollouts([2, 2, 2, 2], [0] * 4, [1.0, 0.0, 1.0, 0.0])
     keys = torch.tensor([[1, 9], [1, 9], [2, 9], [3, 9]])
-    found = advantage_of("hgpo", rollouts.with_extras(state_key=keys), context_length=1, alpha=1.0)
+    advantages = advantage_of("hgpo", rollouts.with_extras(state_key=keys), context_length=1, alpha=1.0)
     # last decision of the first row: all four share state 9 (A = +1), two share 1 -> 9 as well (A = +1)
-    assert float(found[0, 1]) == pytest.approx(1.0, abs=1e-4)
+    assert float(advantages[0, 1]) == pytest.approx(1.0, abs=1e-4)
     # the first decision of the third row is alone at every level
-    assert float(found[2, 0]) == 0.0
+    assert float(advantages[2, 0]) == 0.0
 
 
 TREE = {
@@ -148,18 +148,18 @@ def test_subtree_means_give_tree_advantages():
 
 @pytest.mark.checks("advantage/branch_grpo")
 def test_nodes_are_standardised_by_depth_and_shared_ones_counted_once():
-    found = advantage_of("branch_grpo", make_rollouts(**TREE))
-    assert found[:, 0].tolist() == [0.0] * 4  # both nodes are worth 0.5: no spread
+    advantages = advantage_of("branch_grpo", make_rollouts(**TREE))
+    assert advantages[:, 0].tolist() == [0.0] * 4  # both nodes are worth 0.5: no spread
     depth = np.array([1.0, 0.0, 0.5])
     scaled = (depth - depth.mean()) / depth.std()
-    assert found[:, 1].tolist() == pytest.approx([scaled[0], scaled[1], scaled[2], scaled[2]], abs=1e-5)
-    assert found[:, 2].tolist() == pytest.approx([1.0, -1.0, 1.0, -1.0], abs=1e-5)
+    assert advantages[:, 1].tolist() == pytest.approx([scaled[0], scaled[1], scaled[2], scaled[2]], abs=1e-5)
+    assert advantages[:, 2].tolist() == pytest.approx([1.0, -1.0, 1.0, -1.0], abs=1e-5)
 
 
 @pytest.mark.checks("advantage/fork")
 def test_a_fork_is_judged_against_its_siblings():
-    found = advantage_of("fork", make_rollouts(**TREE), trajectory=0.0)
-    assert found.tolist() == [[0, 0.5, 0], [0, -0.5, 0], [0, 0, 0.5], [0, 0, -0.5]]
+    advantages = advantage_of("fork", make_rollouts(**TREE), trajectory=0.0)
+    assert advantages.tolist() == [[0, 0.5, 0], [0, -0.5, 0], [0, 0, 0.5], [0, 0, -0.5]]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -176,9 +176,9 @@ def test_neither_order_nor_padding_matters(name: str, seed: int, sizes: list[int
     torch.testing.assert_close(advantage_of(name, rollouts.take(order)), expected[order], atol=1e-5, rtol=1e-4)
     longer = annotated(make_rollouts([6], [0], [0.0]), seed)
     padded = concatenate([rollouts, longer]).take(torch.arange(len(group)))
-    found = advantage_of(name, padded)
-    torch.testing.assert_close(found[:, : expected.shape[1]], expected, atol=1e-5, rtol=1e-4)
-    assert not found[:, expected.shape[1] :].any()
+    advantages = advantage_of(name, padded)
+    torch.testing.assert_close(advantages[:, : expected.shape[1]], expected, atol=1e-5, rtol=1e-4)
+    assert not advantages[:, expected.shape[1] :].any()
 
 
 def test_groups_of_parts_stay_apart_unless_they_are_shared():

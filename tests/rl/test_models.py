@@ -70,7 +70,7 @@ def test_prime_advantages_equal_a_slow_reference():
     rollouts = make_rollouts([2, 3, 1, 2], [0, 0, 0, 1], [1.0, 0.0, 1.0, 1.0])
     draws = torch.Generator().manual_seed(0)
     process = torch.randn(rollouts.mask.shape, generator=draws) * rollouts.mask
-    found = process_rloo(rollouts.with_extras(process=process), context(), whiten=False)
+    advantages = process_rloo(rollouts.with_extras(process=process), context(), whiten=False)
     for row in range(4):
         others = [other for other in range(4) if other != row and rollouts.group[other] == rollouts.group[row]]
         expected = torch.zeros(rollouts.mask.shape[1:])
@@ -83,7 +83,7 @@ def test_prime_advantages_equal_a_slow_reference():
                 if alive[unit]:
                     rest = sum(flat[later] - base for later in range(unit, len(flat)) if alive[later])
                     expected.view(-1)[unit] = rest + won
-        torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(advantages[row], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.long
@@ -109,11 +109,11 @@ def test_action_values_tell_good_actions_from_bad_ones(target: str):
     won = rollouts.actions[:, 0].mean((1, 2)) > 0
     rollouts.success[:, 0], rollouts.rewards["reward"][:, 0, 1] = won, won.float()
     model = QEnsemble(tools(LinearPolicy()), target=target, epochs=60, minibatch=128)
-    found = model.annotate(rollouts, context())
-    q, v = found.extras["q"][:, 0], found.extras["v"][:, 0]
+    annotated_rollouts = model.annotate(rollouts, context())
+    q, v = annotated_rollouts.extras["q"][:, 0], annotated_rollouts.extras["v"][:, 0]
     assert float(q[won].mean() - q[~won].mean()) > 0.6
     assert float((v - 0.5).abs().mean()) < 0.25
-    paid = progress_under_prover(found, context(), tries=1, alpha=1.0).rewards["prover"].sum(-1)[:, 0]
+    paid = progress_under_prover(annotated_rollouts, context(), tries=1, alpha=1.0).rewards["prover"].sum(-1)[:, 0]
     torch.testing.assert_close(paid, q.clamp(0, 1) - v.clamp(0, 1), atol=1e-5, rtol=1e-5)
 
 

@@ -71,8 +71,8 @@ def corridor(count: int, seed: int = 0, mark: float = 0.0) -> Rollouts:
 def test_targets_by_hand():
     reward, decay = torch.tensor([1.0, 0.25, -1.0]), torch.tensor([0.81, 0.9, 0.81])
     following, over = torch.tensor([2.0, 5.0, -1.0]), torch.tensor([False, True, False])
-    found = td_target(reward, decay, following, over)
-    torch.testing.assert_close(found, torch.tensor([2.62, 0.25, -1.81]))
+    targets = td_target(reward, decay, following, over)
+    torch.testing.assert_close(targets, torch.tensor([2.62, 0.25, -1.81]))
 
 
 @pytest.mark.checks("models/q_ensemble", "advantage/q_values", "Digi-Q")
@@ -82,9 +82,9 @@ def test_values_are_of_the_actions_that_the_policy_draws_whoever_made_the_data()
     torch.manual_seed(0)
     model = QEnsemble(tools(policy), target="td", epochs=80, minibatch=256, width=16, tau=0.2, rate=1e-2)
     model.annotate(corridor(32), context())
-    found = model.annotate(corridor(32, seed=1), context(1))
+    annotated_rollouts = model.annotate(corridor(32, seed=1), context(1))
     assert policy.asked == 2 * 32 + 2 * 64  # today's decisions, and as many of before
-    v, q = found.extras["v"], found.extras["q"]
+    v, q = annotated_rollouts.extras["v"], annotated_rollouts.extras["q"]
     assert float((v[:, 1] - 1.0).abs().max()) < 0.15  # the recorded actions alone would say .5
     assert float((q[:, 0] - 0.25).abs().max()) < 0.1  # the recorded continuation would say .125
     won = corridor(32, seed=1).row_success

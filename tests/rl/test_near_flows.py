@@ -87,16 +87,16 @@ def context(seed: int = 0, **changes) -> Context:
 @pytest.mark.parametrize("kind", [PolicyKind.FLOW, PolicyKind.DIFFUSION])
 def test_noisy_actions_are_those_that_the_loss_is_taken_at(kind: PolicyKind):
     policy = make(kind=kind)
-    seen: list[Tensor] = []
+    inputs: list[Tensor] = []
     plain = policy.network.denoise
     observation = to_tensors(BanditWorld(5).reset(seeds=episode_seeds(0, "x", 5)))
     latents = policy.act(observation, torch.Generator().manual_seed(0)).latents
-    policy.network.denoise = lambda x, time, condition: seen.extend((x, time)) or plain(x, time, condition)
+    policy.network.denoise = lambda x, time, condition: inputs.extend((x, time)) or plain(x, time, condition)
     policy.log_prob(observation, latents)
     noisy, time = policy.noisy_actions(latents)
     assert noisy.shape == (5, 4, 2, 2)
-    assert torch.equal(noisy.flatten(0, 1), seen[0])
-    assert torch.equal(time.flatten(), seen[1])
+    assert torch.equal(noisy.flatten(0, 1), inputs[0])
+    assert torch.equal(time.flatten(), inputs[1])
     assert bool(((time >= 0) & (time <= 1)).all())
     if kind is PolicyKind.FLOW:
         by_hand = (1 - time[..., None, None]) * latents["action"][:, None] + time[..., None, None] * latents["noise"]
@@ -116,17 +116,19 @@ def test_the_critic_knows_what_a_noisy_action_tells_of_the_return():
     model = FlowCritic(tools(Interpolating(chunk=2)), epochs=4, minibatch=256, width=32, rate=1e-2)
     for call in range(30):
         model.annotate(with_levels(rollouts, 9, call), context(call, discount=1.0))
-    found = model.annotate(with_levels(rollouts, 9, 30), context(30, discount=1.0))
-    noisy, time = Interpolating().noisy_actions({name: value[:, 0] for name, value in found.latents.items()})
+    annotated_rollouts = model.annotate(with_levels(rollouts, 9, 30), context(30, discount=1.0))
+    noisy, time = Interpolating().noisy_actions(
+        {name: value[:, 0] for name, value in annotated_rollouts.latents.items()}
+    )
     # Two numbers a chunk, both of the same sign: their sum is what the noise leaves of it.
     exact = torch.tanh((1 - time) * noisy.sum((2, 3)) / time.square())
     exact[:, 0] = sign
-    torch.testing.assert_close(found.extras["flow_return"][:, 0], sign)  # the spread of returns is 1
-    error = (found.extras["flow_value"][:, 0] - exact).abs().mean(0)
+    torch.testing.assert_close(annotated_rollouts.extras["flow_return"][:, 0], sign)  # the spread of returns is 1
+    error = (annotated_rollouts.extras["flow_value"][:, 0] - exact).abs().mean(0)
     assert float(error.max()) < 0.35, error
     ignorant = exact[:, :5].abs().mean(0)
     assert float(ignorant.min()) > 0.8  # by how much a critic of states alone, which says 0, is wrong up to t = .5
-    assert float(found.extras["flow_value"][:, 0, -1].abs().mean()) < 0.2
+    assert float(annotated_rollouts.extras["flow_value"][:, 0, -1].abs().mean()) < 0.2
 
 
 @pytest.mark.checks("models/flow_critic", "advantage/flow_values", "AC-Flow")
@@ -136,15 +138,15 @@ def test_returns_by_hand_bootstrap_from_the_noise_end():
     rollouts.terminated[1, 1], rollouts.truncated[1, 1] = False, True
     model = FlowCritic(tools(Interpolating()), epochs=0)
     model.values = lambda observation, noisy, time: torch.where(time == 1, 3.0, -99.0)  # type: ignore[method-assign]
-    found = model.annotate(with_levels(rollouts, 3), context(discount=0.5, gae_lambda=0.5))
+    annotated_rollouts = model.annotate(with_levels(rollouts, 3), context(discount=0.5, gae_lambda=0.5))
     # Two steps a decision, so discount .25 from one to the next; the last reward comes a step late, .5 * 2 = 1.
     #   R_1 = 1 (+ .25 * 3 where a time limit cut the episode); R_0 = 1 + .25 (.5 * 3 + .5 R_1)
     scale = float(model.scale.scale)
     after = scale * 3
     last = torch.tensor([1.0, 1.0 + 0.25 * after])
     first = 1 + 0.25 * (0.5 * after + 0.5 * last)
-    torch.testing.assert_close(found.extras["flow_return"] * scale, torch.stack([first, last], 1))
-    assert found.extras["flow_value"][..., :2].unique().tolist() == [-99.0]
+    torch.testing.assert_close(annotated_rollouts.extras["flow_return"] * scale, torch.stack([first, last], 1))
+    assert annotated_rollouts.extras["flow_value"][..., :2].unique().tolist() == [-99.0]
     # The running spread: discounted returns from the beginning are 1 and .25 + 1 = 1.25, each twice.
     assert scale == pytest.approx(0.125)
 
@@ -154,11 +156,11 @@ def test_advantages_are_returns_minus_values_of_noisy_actions():
     rollouts = make_rollouts([2, 1], [0, 1])
     value = torch.tensor([[[0.0, 1.0], [2.0, 4.0]], [[1.0, 1.0], [9.0, 9.0]]])
     rollouts = rollouts.with_extras(flow_value=value, flow_return=torch.tensor([[1.0, 2.0], [3.0, 9.0]]))
-    found = flow_values(rollouts, context())
+    advantages = flow_values(rollouts, context())
     raw = torch.tensor([1.0, 0.0, 0.0, -2.0, 2.0, 2.0])
     expected = (raw - 0.5) / raw.std(unbiased=False)
-    torch.testing.assert_close(found[rollouts.mask], expected)
-    assert found[1, 1].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(advantages[rollouts.mask], expected)
+    assert advantages[1, 1].tolist() == [0.0, 0.0]
 
 
 def scored_with(advantage: Tensor, logp: Tensor):
@@ -170,10 +172,12 @@ def scored_with(advantage: Tensor, logp: Tensor):
 def test_weights_of_clipped_advantages_by_hand():
     advantage = torch.tensor([-3.0, -1.0, 0.0, 1.0, 5.0], dtype=torch.float64)[:, None, None]
     scored = scored_with(advantage, torch.zeros_like(advantage))
-    found, _ = coefficients.clipped_advantage(scored, limit=2.0, temperature=2.0)
-    torch.testing.assert_close(found.flatten(), torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0], dtype=torch.float64).exp())
-    found, _ = coefficients.clipped_advantage(scored, limit=2.0, temperature=0.5, form="positive")
-    assert found.flatten().tolist() == [0.0, 0.0, 0.0, 2.0, 4.0]
+    coefficient, _ = coefficients.clipped_advantage(scored, limit=2.0, temperature=2.0)
+    torch.testing.assert_close(
+        coefficient.flatten(), torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0], dtype=torch.float64).exp()
+    )
+    coefficient, _ = coefficients.clipped_advantage(scored, limit=2.0, temperature=0.5, form="positive")
+    assert coefficient.flatten().tolist() == [0.0, 0.0, 0.0, 2.0, 4.0]
     with pytest.raises(ConfigError, match=r"clipped_advantage\.form"):
         coefficients.clipped_advantage(scored, form="linear")
 
@@ -208,8 +212,8 @@ def test_gradients_are_those_of_the_papers_matching_losses(name: str, beta: floa
     function = {"clipped": coefficients.clipped_advantage, "aware": coefficients.negative_aware}[name]
     c, _ = function(scored, limit=2.0)
     surrogate = policy_loss(logp, c[:, 0], torch.ones_like(logp))
-    found = torch.autograd.grad(surrogate, policy.trainable_parameters(), allow_unused=True)
-    for ours, theirs in zip(found, expected, strict=True):
+    gradients = torch.autograd.grad(surrogate, policy.trainable_parameters(), allow_unused=True)
+    for ours, theirs in zip(gradients, expected, strict=True):
         if theirs is not None:
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
     assert any(part is not None and float(part.abs().max()) > 0 for part in expected)
@@ -218,8 +222,8 @@ def test_gradients_are_those_of_the_papers_matching_losses(name: str, beta: floa
 @pytest.mark.checks("coefficient/negative_aware", "AFD")
 def test_what_was_worse_than_the_mean_is_unlearned_as_strongly_as_the_better_is_learned():
     advantage = torch.tensor([-9.0, -1.0, 0.0, 1.0, 9.0])[:, None, None]
-    found, _ = coefficients.negative_aware(scored_with(advantage, torch.zeros_like(advantage)))
-    assert found.flatten().tolist() == [-5.0, -1.0, 0.0, 1.0, 5.0]
+    coefficient, _ = coefficients.negative_aware(scored_with(advantage, torch.zeros_like(advantage)))
+    assert coefficient.flatten().tolist() == [-5.0, -1.0, 0.0, 1.0, 5.0]
 
 
 @pytest.mark.checks("models/discriminator", "advantage/discriminator", "AFD")
@@ -239,13 +243,13 @@ def test_the_discriminators_difference_becomes_the_log_ratio_of_the_densities():
     rollouts.observation[STATE][:] = 0
     torch.manual_seed(0)
     model = Discriminator(tools(Interpolating(), Teaching()), epochs=150, minibatch=count, width=16, rate=2e-2)
-    found = model.annotate(rollouts, context())
-    preference = found.extras["preference"][:, 0]
+    annotated_rollouts = model.annotate(rollouts, context())
+    preference = annotated_rollouts.extras["preference"][:, 0]
     at = [float(preference[mine == action][0]) for action in (-1.0, 0.0, 1.0)]
     # log(p_T / p_S) is log 2, 0, -log 2 for the three; only differences are determined.
     assert at[0] - at[1] == pytest.approx(0.6931, abs=0.05)
     assert at[1] - at[2] == pytest.approx(0.6931, abs=0.05)
-    advantage = discriminator(found, context())[:, 0]
+    advantage = discriminator(annotated_rollouts, context())[:, 0]
     expected = (preference - preference.mean()) / preference.std(unbiased=False)
     torch.testing.assert_close(advantage, expected, atol=1e-5, rtol=1e-5)
 

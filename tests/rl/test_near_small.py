@@ -35,8 +35,8 @@ def iteration(number: int, **settings) -> Context:
 
 
 def asked(hint, starts: list[int], context: Context | None = None, seed: int = 0) -> list[float]:
-    found = np.array(starts)
-    return hint.depth(found, np.zeros(len(found)), context or at(0.0), np.random.default_rng(seed)).tolist()
+    start_array = np.array(starts)
+    return hint.depth(start_array, np.zeros(len(start_array)), context or at(0.0), np.random.default_rng(seed)).tolist()
 
 
 def seen(hint, starts: list[int], depth: list[float], rate: list[float]) -> None:

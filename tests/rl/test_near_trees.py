@@ -141,10 +141,10 @@ def test_fused_returns_and_advantages_are_those_of_the_authors_code(beta: float,
     values = fused_values(rollouts, beta) if beta else subtree_values(rollouts)[0]
     torch.testing.assert_close(values[:, 0], torch.tensor(fused))
     assert values[:, 1].tolist() == [1.0, 0.0, 0.5, 2.0]
-    found = branch_grpo(rollouts, context(), beta=beta)
-    assert isinstance(found, Tensor)
+    advantages = branch_grpo(rollouts, context(), beta=beta)
+    assert isinstance(advantages, Tensor)
     expected = torch.tensor(advantage) * torch.tensor([2.0, 4 / 3]).sqrt()
-    torch.testing.assert_close(found[:2, 0], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(advantages[:2, 0], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.checks("advantage/branch_grpo", "BranchGRPO")
@@ -156,12 +156,12 @@ def test_fusion_by_hand_where_episodes_split_between_decisions():
     logp = torch.zeros(4, 3, 2, dtype=torch.float64)
     logp[0, 1], logp[1, 1] = torch.tensor([0.25, 0.25]), torch.tensor([-0.75, 0.25])  # .5 and -.5 of whole decisions
     logp[1, 2], logp[2, 2] = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.0])
-    found = fused_values(replace(rollouts, logp_behaviour=logp), 2.0)
+    values = fused_values(replace(rollouts, logp_behaviour=logp), 2.0)
     inner = torch.tensor([2.0, 0.0]).softmax(0) @ torch.tensor([2.0, 4.0])
     outer = torch.tensor([1.0, -1.0]).softmax(0) @ torch.stack([torch.tensor(1.0), inner])
     expected = torch.tensor([[0.0, 1, 1], [0, 0, 2], [0, 0, 4], [8, 8, 8]])
     expected[:3, 0], expected[1:3, 1] = outer, inner
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(values, expected)
 
 
 def leaves_of_eight() -> Rollouts:
@@ -249,10 +249,10 @@ def test_the_learner_scores_neither_pruned_decisions_nor_pruned_steps(monkeypatc
         plain = policy.log_prob
 
         def spy(observation, latents):
-            found = plain(observation, latents)
-            if found.logp.requires_grad:
-                scored.append((*found.logp.shape, *latents.get("chosen", torch.zeros(1, 0))[0].tolist()))
-            return found
+            scores = plain(observation, latents)
+            if scores.logp.requires_grad:
+                scored.append((*scores.logp.shape, *latents.get("chosen", torch.zeros(1, 0))[0].tolist()))
+            return scores
 
         policy.log_prob = spy  # type: ignore[method-assign]
         finetune(policy, None, world, replace(SETTINGS, **changes), seed=0)
@@ -275,8 +275,8 @@ def test_the_learner_scores_neither_pruned_decisions_nor_pruned_steps(monkeypatc
 def test_the_preset_fuses_by_probability_and_prunes_leaves():
     algorithm = build_algorithm(AlgorithmConfig(algorithm="branch_grpo"))
     rollouts = leaves_of_eight()
-    found, kept = algorithm.advantage(rollouts, context())
+    advantages, kept = algorithm.advantage(rollouts, context())
     expected = branch_grpo(rollouts, context(), beta=1.0)
     assert isinstance(expected, Tensor)
-    assert torch.equal(found, expected)
+    assert torch.equal(advantages, expected)
     assert torch.equal(kept, kept_leaves(rollouts, "extremes", 0.5))

@@ -135,8 +135,8 @@ def test_coefficients_are_gradients(name: str, seed: int, lengths: list[int]):
     loss = torch.where(scored.mask, textbook(logp, old, advantage, scored), 0.0).sum()
     (expected,) = torch.autograd.grad(loss, logp)
     c, _ = function(scored, **options)
-    (found,) = torch.autograd.grad(policy_loss(logp, c, scored.mask.double()), logp)
-    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+    (gradient,) = torch.autograd.grad(policy_loss(logp, c, scored.mask.double()), logp)
+    torch.testing.assert_close(gradient, expected, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.checks("coefficient/bapo")

@@ -99,14 +99,14 @@ def test_values_are_bounded_by_rewards():
 @pytest.mark.slow
 @pytest.mark.checks("RAVL")
 def test_short_rollouts_in_a_perfect_model_explode_and_both_cures_hold():
-    found = {}
+    results = {}
     for arm, epochs in (("base", 3), ("patched", 3), ("RAVL", 2)):
         config = ImaginedValuesConfig(epochs=epochs, rollouts=500, updates=200)
-        found[arm] = measure(point_problem(0), arm, 0, config)
-    assert found["base"]["value"] > 100 and found["base"]["return"] < -20
-    assert found["base"]["edge_share"] > 0.05 and found["patched"]["edge_share"] == 0.0
+        results[arm] = measure(point_problem(0), arm, 0, config)
+    assert results["base"]["value"] > 100 and results["base"]["return"] < -20
+    assert results["base"]["edge_share"] > 0.05 and results["patched"]["edge_share"] == 0.0
     for arm in ("patched", "RAVL"):
-        assert abs(found[arm]["value"]) < 10 and found[arm]["return"] > -5
+        assert abs(results[arm]["value"]) < 10 and results[arm]["return"] > -5
     alarmed = ImaginedValuesConfig(epochs=6, rollouts=500, updates=200, alarm=100.0)
     assert len(measure(point_problem(0), "base", 0, alarmed)["records"]) < 6
 

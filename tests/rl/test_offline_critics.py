@@ -96,15 +96,15 @@ def test_rebrac_pays_in_targets_for_leaving_what_was_done_next_where_that_is_kno
     agent = loud(ReBrac(ReBracConfig(**SMALL, beta_critic=0.3), 3, 4, 0), data)
     action = smoothed(agent, data, 1)
     value = agent.slow_critics(data.next_state, action)
-    expected, seen = [], set()
+    expected, combinations = [], set()
     for row in range(len(data)):
         following = float(value[:, row].min())
         if data.next_known[row]:
             following -= 0.3 * sum(float(gap) ** 2 for gap in action[row] - data.next_action[row])
-        seen.add((bool(data.terminated[row]), bool(data.next_known[row])))
+        combinations.add((bool(data.terminated[row]), bool(data.next_known[row])))
         over = bool(data.terminated[row])
         expected.append(float(data.reward[row]) + (0.0 if over else float(data.decay[row]) * following))
-    assert seen == {(True, False), (False, True), (False, False)}
+    assert combinations == {(True, False), (False, True), (False, False)}
     assert agent.target(data, generator(1)).tolist() == pytest.approx(expected, abs=1e-5)
     free = loud(ReBrac(replace(agent.config, beta_critic=0.0), 3, 4, 0), data)
     differs = free.target(data, generator(1)) != agent.target(data, generator(1))
@@ -208,9 +208,9 @@ def test_cal_ql_lets_go_of_the_actors_samples_below_the_recorded_return_and_of_n
     kept = {}
     for level in (-math.inf, 50.0):
         held = replace(data, outcome=torch.full_like(data.reward, level))
-        seen = []
+        watched_actions = []
 
-        def watched(state, action, seen=seen):
+        def watched(state, action, seen=watched_actions):
             value = torch.zeros(2, len(action)).requires_grad_()
             seen.append(value)
             return value
@@ -218,7 +218,7 @@ def test_cal_ql_lets_go_of_the_actors_samples_below_the_recorded_return_and_of_n
         agent = Cql(cal_ql.config, 3, 2, 0)
         agent.critics.forward = watched
         term, figures = agent.regulariser(held, torch.zeros(2, len(data)), generator(2))
-        kept[level] = torch.autograd.grad(term, seen)[0].unflatten(1, (15, 8)).abs().amin((0, 2))
+        kept[level] = torch.autograd.grad(term, watched_actions)[0].unflatten(1, (15, 8)).abs().amin((0, 2))
         assert float(figures["calibrated"]) == float(level > 0)
     assert bool((kept[-math.inf] > 0).all())
     assert bool((kept[50.0][:5] > 0).all()) and not bool(kept[50.0][5:].any())
@@ -274,8 +274,8 @@ def test_prdc_holds_to_the_same_state_where_beta_is_large_and_to_any_where_it_is
     """Standardised, the states are 2 apart: the other one's action wins below sqrt(1.2^2 - .1^2) / 2 = .598 (first row)
     and sqrt(1.3^2 - .2^2) / 2 = .642 (second)."""
     agent = begun(Prdc(PrdcConfig(**SMALL, beta=beta), 1, 1, 0), two_by_two())
-    found = agent.nearest(torch.tensor([[0.0], [100.0]]), torch.tensor([[1.0], [-1.0]]))
-    assert found[:, 0].tolist() == pytest.approx(expected)
+    actions = agent.nearest(torch.tensor([[0.0], [100.0]]), torch.tensor([[1.0], [-1.0]]))
+    assert actions[:, 0].tolist() == pytest.approx(expected)
 
 
 @pytest.mark.checks("PRDC")
@@ -325,10 +325,10 @@ def test_approximate_neighbours_are_nearly_always_the_nearest_and_never_far():
     near = (action[rows] + 0.2 * torch.randn(400, 6, generator=draws)).clamp(-1, 1)
     anywhere = torch.rand(400, 6, generator=draws) * 2 - 1
     for asked, recall in ((near, 0.95), (anywhere, 0.5)):
-        found = [agent.nearest(state[rows], asked) for agent in (exact, quick)]
-        assert float((found[0] == found[1]).all(-1).double().mean()) >= recall
+        action_pairs = [agent.nearest(state[rows], asked) for agent in (exact, quick)]
+        assert float((action_pairs[0] == action_pairs[1]).all(-1).double().mean()) >= recall
     keys = torch.cat([2 * exact.actor.state(state), action], -1)  # beta is 2
-    chosen = torch.cdist(found[1], action).argmin(-1)
+    chosen = torch.cdist(action_pairs[1], action).argmin(-1)
     asked = torch.cat([2 * exact.actor.state(state[rows]), anywhere], -1)
     apart = torch.cdist(asked, keys)
     distance = apart.gather(1, chosen[:, None])[:, 0]
@@ -379,8 +379,8 @@ def test_values_can_be_climbed_and_actions_stay_in_their_box(name):
     data = decisions(6)
     agent = loud(made(name), data).double()
     state, action = data.state.double(), data.action.double().requires_grad_()
-    found = agent.action_values(state, action)
-    assert found.shape == (agent.critics.count, 6)
+    values = agent.action_values(state, action)
+    assert values.shape == (agent.critics.count, 6)
     assert torch.autograd.gradcheck(lambda asked: agent.action_values(state, asked), (action,), eps=1e-7, atol=1e-5)
     agent.float()
     assert agent.value(data.state).shape == (6,) and agent.discount == DISCOUNT

@@ -65,9 +65,9 @@ def p3o_loss(total):
 def test_gradients(function, loss, seed: int):
     rollouts, logp, scored = scored_at(seed)
     coefficient, _ = function(scored)
-    found = torch.autograd.grad(policy_loss(logp, coefficient, scored.mask.double()), logp)[0]
+    gradient = torch.autograd.grad(policy_loss(logp, coefficient, scored.mask.double()), logp)[0]
     expected = torch.autograd.grad(loss(sums(rollouts, logp)), logp)[0]
-    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-7)
+    torch.testing.assert_close(gradient, expected, atol=1e-9, rtol=1e-7)
 
 
 @pytest.mark.checks("coefficient/dpo", "coefficient/sppo", "coefficient/p3o", "coefficient/tpo", "coefficient/pacs")

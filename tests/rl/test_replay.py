@@ -31,8 +31,8 @@ def test_good_episodes_come_back_judged_against_the_median_of_recent_groups():
     mixed = spear.mix(today, iteration(2))
     assert mixed.row_return.tolist() == [*today.row_return.tolist(), 1.0, torch.tensor(0.9).item()]
     spread = float(today.row_return.std(unbiased=False)) + 1e-6
-    found = mixed.extras["advantage"][4:, 0, 0]
-    torch.testing.assert_close(found, 0.5 * (torch.tensor([1.0, 0.9]) - 0.5) / spread)
+    advantages = mixed.extras["advantage"][4:, 0, 0]
+    torch.testing.assert_close(advantages, 0.5 * (torch.tensor([1.0, 0.9]) - 0.5) / spread)
     assert mixed.group[4:].min() > today.group.max()
     torch.testing.assert_close(mixed.extras["advantage"][:4], today.extras["advantage"])
 

@@ -61,15 +61,15 @@ def test_a_bandit_prefers_categories_that_teach():
 def test_replayed_starts_wait_and_are_not_used_for_ever():
     sampler = ReplaySampler(share=1.0, cooldown=2, limit=3)
     draws = np.random.default_rng(0)
-    seen: list[list[int]] = []
+    index_lists: list[list[int]] = []
     for _ in range(12):
         index = sampler.propose(4, 100, draws)
-        seen.append(index.tolist())
+        index_lists.append(index.tolist())
         sampler.observe(index, np.full(4, 4.0), np.full(4, 8.0), np.ones(4))
-    counts = np.bincount(np.concatenate(seen), minlength=100)
+    counts = np.bincount(np.concatenate(index_lists), minlength=100)
     assert counts.max() == 3
     for start in np.flatnonzero(counts > 1):
-        rounds = [number for number, chosen in enumerate(seen) if start in chosen]
+        rounds = [number for number, chosen in enumerate(index_lists) if start in chosen]
         assert min(b - a for a, b in itertools.pairwise(rounds)) > 2
 
 
@@ -105,11 +105,11 @@ def test_beliefs_fade_with_time():
 def test_the_knapsack_is_optimal(rates, low, room, share):
     rate, high = np.array(rates), low + room
     budget = round(len(rate) * (low + share * room))
-    found = starts.knapsack(rate, budget, low, high)
-    assert found.sum() == budget
-    assert found.min() >= low
-    assert found.max() <= high
-    value = starts.signal_value(found, rate).sum()
+    counts = starts.knapsack(rate, budget, low, high)
+    assert counts.sum() == budget
+    assert counts.min() >= low
+    assert counts.max() <= high
+    value = starts.signal_value(counts, rate).sum()
     for sizes in itertools.product(range(low, high + 1), repeat=len(rate)):
         if sum(sizes) == budget:
             assert value >= starts.signal_value(np.array(sizes), rate).sum() - 1e-12

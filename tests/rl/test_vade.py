@@ -30,9 +30,9 @@ def test_beliefs_fade_fast_where_they_are_measured_anew_and_slowly_everywhere():
 def test_what_rarely_succeeds_gains_more_than_what_rarely_fails():
     """p (1 - p)^2 is .144, .148, .125, .063 and .009 at .4, 1/3, .5, .75 and .9; |p - 1/2| orders them otherwise."""
     rates = [0.75, 0.9, 0.5, 1 / 3, 0.4]
-    found = {}
+    proposals = {}
     for sampler in (VadeSampler(decay=1.0), MoppsSampler()):
         sampler.counts = {number: (1e6 * rate, 1e6 * (1 - rate)) for number, rate in enumerate(rates)}
-        found[type(sampler)] = sampler.propose(5, 5, np.random.default_rng(0)).tolist()
-    assert found[VadeSampler] == [3, 4, 2, 0, 1]
-    assert found[MoppsSampler] == [2, 4, 3, 0, 1]
+        proposals[type(sampler)] = sampler.propose(5, 5, np.random.default_rng(0)).tolist()
+    assert proposals[VadeSampler] == [3, 4, 2, 0, 1]
+    assert proposals[MoppsSampler] == [2, 4, 3, 0, 1]

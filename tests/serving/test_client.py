@@ -172,19 +172,19 @@ POLICY = {"action": {"shape": [1], "names": ["a"], "high": [1.0]}, "fps": 20.0, 
     ],
 )
 def test_a_server_that_comes_back_with_another_policy_is_refused_and_one_with_the_same_is_not(changes, text):
-    said = dict(POLICY)
-    with describing(said) as port, PolicyClient(port=port) as client:
+    metadata = dict(POLICY)
+    with describing(metadata) as port, PolicyClient(port=port) as client:
         for _ in range(2):
             client.infer({"state": np.zeros(1)})
             client.close()
-        said |= changes
+        metadata |= changes
         for _ in range(2):
             with pytest.raises(
                 RefusedError, match=rf"another policy since .*\(different {text}\): its actions are not executed"
             ):
                 client.infer({"state": np.zeros(1)})
         assert client.metadata["fps"] == 20.0 and client.metadata["world"] == POLICY["world"]
-        said |= POLICY
+        metadata |= POLICY
         client.infer({"state": np.zeros(1)})
 
 
@@ -223,8 +223,8 @@ def test_an_address_that_contradicts_itself_is_refused(host, port, encrypted, te
 
 def test_a_certificate_of_another_name_is_told_from_one_that_nobody_trusts():
     error = ssl.SSLCertVerificationError(1, "certificate verify failed")
-    said = {"IP address mismatch, certificate is not valid for '10.0.0.1'.": "subjectAltName"}
-    for error.verify_message, text in (said | {"self-signed certificate": "drive.certificate"}).items():
+    causes = {"IP address mismatch, certificate is not valid for '10.0.0.1'.": "subjectAltName"}
+    for error.verify_message, text in (causes | {"self-signed certificate": "drive.certificate"}).items():
         assert text in way_out("wss://10.0.0.1:8000", error)
 
 

@@ -61,13 +61,13 @@ def test_a_driven_robot_does_what_the_world_with_a_delay_does(hold):
             actions.append(chunk[0, 0].copy())
             return now.step(chunk)
 
-    found = drive(Remembering(), server, [5], robot=RobotSettings(positions=("gripper",)))
-    assert found["held"] == found["stale"] == 0 and found["steps"] == now.spec.horizon
+    result = drive(Remembering(), server, [5], robot=RobotSettings(positions=("gripper",)))
+    assert result["held"] == result["stale"] == 0 and result["steps"] == now.spec.horizon
 
-    seen, queues = late.reset(seeds=[5]), []
+    observation, queues = late.reset(seeds=[5]), []
     for _ in range(now.spec.horizon // CHUNK):
-        queues.append(seen[QUEUE][0, -1])
-        seen = late.step(decided(seen[STATE][:, -1], seen[QUEUE][:, -1])).observation
+        queues.append(observation[QUEUE][0, -1])
+        observation = late.step(decided(observation[STATE][:, -1], observation[QUEUE][:, -1])).observation
     assert len(queues) > 5
     np.testing.assert_allclose(server.seen[: len(queues)], queues, atol=1e-6)
     # The last d steps of every queue are what is done next: the actions that the robot got are those of the world.

@@ -111,9 +111,9 @@ def test_elements_that_are_not_there_cannot_keep_their_value():
 
 
 def test_what_is_held_is_what_the_policy_was_trained_with():
-    said = {"world": {"name": "arm", "options": {"latency_steps": 3, "latency_hold": "last"}}}
-    assert as_served(RobotSettings(), said).hold == "last"
-    assert as_served(RobotSettings(hold="zero"), said).hold == "zero"
+    metadata = {"world": {"name": "arm", "options": {"latency_steps": 3, "latency_hold": "last"}}}
+    assert as_served(RobotSettings(), metadata).hold == "last"
+    assert as_served(RobotSettings(hold="zero"), metadata).hold == "zero"
     for unsaid in ({}, {"world": None}, {"world": {"name": "arm", "options": {}}}, {"world": "arm"}):
         assert as_served(RobotSettings(), unsaid).hold == "auto"  # zero in a simulator, and an attached robot asks
 
@@ -276,8 +276,8 @@ class Seeing:
     """A connection to a server whose policy sees by a camera of 16 px."""
 
     def __init__(self, *address, **options):
-        seen = {STATE: Field((6,)).to_json(), FRONT: Field((16, 16, 3), "uint8").to_json()}
-        self.metadata = {"observation": seen, "history": 1, "chunk": 5, "fps": 10.0, "action": Field((2,)).to_json()}
+        fields = {STATE: Field((6,)).to_json(), FRONT: Field((16, 16, 3), "uint8").to_json()}
+        self.metadata = {"observation": fields, "history": 1, "chunk": 5, "fps": 10.0, "action": Field((2,)).to_json()}
 
     def __enter__(self):
         return self

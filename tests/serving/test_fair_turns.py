@@ -78,14 +78,14 @@ def test_where_no_more_may_wait_whoever_has_most_gives_way():
 
 
 def test_a_full_queue_lets_another_address_in_and_tells_the_one_that_had_most():
-    seen = {STATE: np.zeros((1, 1, 2), np.float32), TASK: np.array([""])}
+    observation = {STATE: np.zeros((1, 1, 2), np.float32), TASK: np.array([""])}
 
     async def main():
         queue = InferenceQueue(Steady(), torch.Generator(), max_queue_size=8)
         queue._task = asyncio.create_task(asyncio.sleep(60))  # nothing is answered yet
-        hog = [asyncio.create_task(queue.infer(seen, asker=(HOG, each))) for each in range(10)]
+        hog = [asyncio.create_task(queue.infer(observation, asker=(HOG, each))) for each in range(10)]
         await asyncio.sleep(0)
-        robot = asyncio.create_task(queue.infer(seen, asker=(ROBOT, 99)))
+        robot = asyncio.create_task(queue.infer(observation, asker=(ROBOT, 99)))
         await asyncio.sleep(0.01)
         assert len(queue) == 8 and not robot.done()
         assert sum(each.done() for each in hog) == 3

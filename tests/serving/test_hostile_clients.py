@@ -162,8 +162,8 @@ def test_a_message_larger_than_anything_honest_is_cut_off(ports):
 
 def refusals(port):
     """How many observations a server has refused."""
-    found = re.search(r'refused_total{reason="observation"} (\d+)', status(port, "/metrics")[1])
-    return int(found[1]) if found else 0
+    match = re.search(r'refused_total{reason="observation"} (\d+)', status(port, "/metrics")[1])
+    return int(match[1]) if match else 0
 
 
 def test_a_robot_with_a_large_camera_is_driven(ports):

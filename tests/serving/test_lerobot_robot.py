@@ -98,11 +98,11 @@ def test_the_verb_drives_a_robot_of_an_installed_package_at_30_hz(port, tmp_path
     arguments = ["drive", f"drive.port={port}", "drive.robot=simulated_arm", f"drive.robot_options={options}"]
     arguments += [f"drive.rename={renamed}", f"drive.scale={scaled}", "drive.episodes=1", "drive.seconds=3"]
     assert main([*arguments, f"json={tmp_path / 'result.json'}"]) == 0
-    said = capsys.readouterr().out
-    won, ended = map(int, said.split("simulated_arm: ")[1].split(" episodes")[0].split(" of "))
-    assert won == ended >= 2, said
-    assert "shoulder_pan.pos x 0.0174533" in said
-    assert "[rad, rad/s, m, m, rad]" in said
+    output = capsys.readouterr().out
+    won, ended = map(int, output.split("simulated_arm: ")[1].split(" episodes")[0].split(" of "))
+    assert won == ended >= 2, output
+    assert "shoulder_pan.pos x 0.0174533" in output
+    assert "[rad, rad/s, m, m, rad]" in output
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["steps"], result["rate"], result["robot"]) == (90, 30.0, "simulated_arm")
     assert 2.8 < result["wall_seconds"] < 6
@@ -241,12 +241,12 @@ def test_a_camera_that_shows_blue_first_is_turned_to_rgb(arm, mode):
     if mode is not None:
         config = OpenCVCameraConfig(0, fps=30, width=64, height=64, color_mode=ColorMode(mode))
         robot.cameras = {"front": SimpleNamespace(config=config)}
-    seen = []
+    observations = []
     good = robot.get_observation
-    robot.get_observation = lambda: seen.append(good()) or seen[-1]
+    robot.get_observation = lambda: observations.append(good()) or observations[-1]
     with attached(robot, client) as shown:
         image = shown.observe()["observation.images.front"]
-    own = seen[0]["front"]
+    own = observations[0]["front"]
     assert (own[..., 0] != own[..., 2]).any()
     assert (image == (own[..., ::-1] if mode == "bgr" else own)).all()
 

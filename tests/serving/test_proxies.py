@@ -150,10 +150,10 @@ def test_a_server_is_reached_through_a_proxy_and_whoever_can_read_along_is_named
 def test_what_a_proxy_does_wrong_is_not_taken_for_the_servers_fault(answer, text, monkeypatch):
     with proxy(answer) as (address, _):
         monkeypatch.setenv("https_proxy", address.replace("//", "//me:secret@"))
-        said = refused()
-    assert address in said and f"ws://{FAR}:8000" in said and f"no_proxy={FAR} bypasses it" in said
-    assert "secret" not in said and "Start it first" not in said
-    assert re.search(text, said), said
+        message = refused()
+    assert address in message and f"ws://{FAR}:8000" in message and f"no_proxy={FAR} bypasses it" in message
+    assert "secret" not in message and "Start it first" not in message
+    assert re.search(text, message), message
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_what_a_proxy_does_wrong_is_not_taken_for_the_servers_fault(answer, text
 )
 def test_a_proxy_that_is_none_is_named(name, value, text, monkeypatch):
     monkeypatch.setenv(name, value)
-    said = refused()
-    assert text in said and f"no_proxy={FAR} bypasses it" in said and "Start it first" not in said
+    message = refused()
+    assert text in message and f"no_proxy={FAR} bypasses it" in message and "Start it first" not in message
 
 
 def test_a_socks_proxy_names_the_package_that_it_needs(monkeypatch):

@@ -31,19 +31,19 @@ NEWER_MODULES = {"tomllib", "wsgiref.types", "importlib.resources.abc"}
 
 def imports(tree: ast.Module) -> set[str]:
     """What a module imports as it is imported: names with their module, modules themselves."""
-    found, waiting = set[str](), list(tree.body)
+    names, waiting = set[str](), list(tree.body)
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):
-            found |= {item.name for item in node.names}
+            names |= {item.name for item in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{item.name}" for item in node.names}
+            names |= {f"{node.module}.{item.name}" for item in node.names}
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             waiting += node.orelse
         elif isinstance(node, (ast.If, ast.Try, ast.ClassDef, ast.With)):
             waiting += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
             waiting += [each for handler in getattr(node, "handlers", []) for each in handler.body]
-    return found
+    return names
 
 
 def path_of(module: str) -> Path | None:
@@ -115,8 +115,8 @@ def test_a_future_that_is_late_is_caught_in_python_3_10_too(name):
 
 
 def test_the_robots_side_needs_three_packages():
-    found = {each.partition(".")[0] for path in MODULES.values() for each in imports(ast.parse(path.read_text()))}
-    assert found - sys.stdlib_module_names - {"robopolicy"} <= PACKAGES
+    packages = {each.partition(".")[0] for path in MODULES.values() for each in imports(ast.parse(path.read_text()))}
+    assert packages - sys.stdlib_module_names - {"robopolicy"} <= PACKAGES
 
 
 def test_what_is_too_new_is_seen(tmp_path):
@@ -130,7 +130,7 @@ def test_what_is_too_new_is_seen(tmp_path):
 @pytest.mark.parametrize("python", ["python3.10", "python3.11"])
 def test_an_older_python_imports_the_robots_side(python):
     """Where there is one, and as far as it has the packages."""
-    found = shutil.which(python)
+    interpreter = shutil.which(python)
     code = f"""if True:
         import sys
         for path in sys.argv[1:]: compile(open(path, encoding="utf-8").read(), path, "exec")
@@ -138,9 +138,11 @@ def test_an_older_python_imports_the_robots_side(python):
         except ImportError: sys.exit(0)
         import {", ".join(ROBOTS_SIDE)}
     """
-    if found is None:
+    if interpreter is None:
         pytest.skip(f"there is no {python}")
-    done = subprocess.run([found, "-c", code, *map(str, MODULES.values())], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [interpreter, "-c", code, *map(str, MODULES.values())], cwd=ROOT, capture_output=True, text=True
+    )
     if done.returncode == 127:
         pytest.skip(f"{python} only leads to others")
     assert done.returncode == 0, done.stderr

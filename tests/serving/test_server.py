@@ -115,8 +115,8 @@ def test_health_metrics_and_key(ports):
     assert get(ports["locked"], "/healthz") == (200, "OK\n")
     assert get(ports["locked"], "/metrics")[0] == 401
     assert "robopolicy_requests_total" in get(ports["locked"], "/metrics", KEY)[1]
-    for wrong, said in ((None, "an API key, and none was given"), ("guess", "another API key")):
-        with pytest.raises(ServingError, match=said):
+    for wrong, message in ((None, "an API key, and none was given"), ("guess", "another API key")):
+        with pytest.raises(ServingError, match=message):
             PolicyClient(port=ports["locked"], api_key=wrong)
     with PolicyClient(port=ports["locked"], api_key=KEY) as client:
         assert client.infer(observation(1.0))["actions"][0, 0] == 1.0

@@ -186,8 +186,8 @@ def test_what_neither_name_nor_unit_says_is_asked_once():
     ):
         wiring_of(names).standing
     shown = {"motor_0": 3.0, "motor_1": 0.5}
-    said = {"positions": ("motor_0",), "hold_values": {"motor_1": 0.0}}
-    assert wiring_of(names, **said).still(shown, np.zeros(2)).tolist() == [3.0, 0.0]
+    settings = {"positions": ("motor_0",), "hold_values": {"motor_1": 0.0}}
+    assert wiring_of(names, **settings).still(shown, np.zeros(2)).tolist() == [3.0, 0.0]
     assert wiring_of(names, hold="last").still(shown, np.zeros(2)).tolist() == [3.0, 0.5]
     assert wiring_of(names, hold="zero").still(shown, np.zeros(2)).tolist() == [0.0, 0.0]
     # A setting comes before names, for elements that are shown too.
@@ -351,8 +351,8 @@ def test_a_base_does_not_drive_on_while_its_server_fails(server, fault):
         except RobopolicyError as error:
             assert fault != "slow"
             # Killed between two requests, or within one: what the connection said, not that the server might hang.
-            said = f"No server listens at ws://127.0.0.1:{port}", f"ws://127.0.0.1:{port} closed the connection"
-            assert fault != "killed" or any(each in str(error) for each in said), error
+            messages = f"No server listens at ws://127.0.0.1:{port}", f"ws://127.0.0.1:{port} closed the connection"
+            assert fault != "killed" or any(each in str(error) for each in messages), error
         finally:
             mood.value = 0
             if fault == "stopped":

@@ -58,11 +58,11 @@ class Planner:
         self.asked: list[tuple[int, list[float] | None, int | None]] = []
 
     def infer(self, observation):
-        seen = int(observation[STATE][-1, 0])
+        place = int(observation[STATE][-1, 0])
         plan = observation.get(PLAN)
-        self.asked.append((seen, None if plan is None else plan[:, 0].tolist(), observation.get(DELAY)))
+        self.asked.append((place, None if plan is None else plan[:, 0].tolist(), observation.get(DELAY)))
         steps = 4 if plan is None else 8
-        return {"actions": (100.0 * len(self.asked) + seen + np.arange(steps))[:, None]}
+        return {"actions": (100.0 * len(self.asked) + place + np.arange(steps))[:, None]}
 
 
 def test_a_robot_says_what_is_left_of_its_plan_and_when_it_expects_the_next():
@@ -100,12 +100,14 @@ def test_the_server_answers_the_plan_that_the_chunking_makes():
     server = PolicyServer(policy, ServerSettings(port=0, chunking="rtc"))
     assert server.metadata()["chunking"] == "rtc" and server.metadata()["prediction"] == 8
     offline = with_chunking(policy, "rtc", Delay(2))
-    seen = {STATE: torch.tensor([[[0.3, -0.2]]])}
+    first_observation = {STATE: torch.tensor([[[0.3, -0.2]]])}
     draws = torch.Generator().manual_seed(3)
     offline.reset()
-    offline.act(seen, draws, deterministic=True)
+    offline.act(first_observation, draws, deterministic=True)
     rest, state = offline._rest, draws.get_state()
-    expected = offline.plans(policy, seen, draws, offline._underway(seen, draws.device), deterministic=True)
+    expected = offline.plans(
+        policy, first_observation, draws, offline._underway(first_observation, draws.device), deterministic=True
+    )
 
     async def ask():
         server.queue.start()

@@ -51,7 +51,7 @@ def port(policy: TokenPolicy, tmp_path_factory: pytest.TempPathFactory):
     command = [sys.executable, "-m", "robopolicy", "serve", str(folder / "policy"), "serve.port=0", "run.threads=1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         assert process.stderr is not None
-        yield next(found for line in process.stderr if (found := _port(line)))
+        yield next(server_port for line in process.stderr if (server_port := _port(line)))
         os.kill(process.pid, signal.SIGTERM)
         process.stderr.read()
         assert process.wait(20) == 0

@@ -301,8 +301,8 @@ class OldReturn(Odd):
 
 class OldStep(Odd):
     def step(self, action):
-        seen, paid, *_, said = super().step(action)
-        return seen, paid, False, said
+        observation, paid, *_, info = super().step(action)
+        return observation, paid, False, info
 
 
 class Fails(Odd):
@@ -358,8 +358,8 @@ class EndsItself(Odd):
     """A time limit of 3 inside the environment, below the world's."""
 
     def step(self, action):
-        *done, _, said = super().step(action)
-        return *done, self.count >= 3, said
+        *done, _, info = super().step(action)
+        return *done, self.count >= 3, info
 
 
 class NoRenderMode(Odd):

@@ -85,16 +85,16 @@ Environment.__module__ = "robosuite.environments.toy"
 
 def module():
     """Return the module that is imported as `robosuite`."""
-    found = types.ModuleType("robosuite")
-    found.ALL_ENVIRONMENTS, found.made = {"Lift": 0, "Stack": 0, "TwoArmLift": 0, "Wipe": 0}.keys(), []
+    toy_module = types.ModuleType("robosuite")
+    toy_module.ALL_ENVIRONMENTS, toy_module.made = {"Lift": 0, "Stack": 0, "TwoArmLift": 0, "Wipe": 0}.keys(), []
 
     def make(task, **options):
-        found.made.append((task, options))
+        toy_module.made.append((task, options))
         return Environment(**options)
 
     arm = {"type": "OSC_POSE", "gripper": {"type": "GRIP"}}
-    found.make = make
-    found.controllers = types.SimpleNamespace(
+    toy_module.make = make
+    toy_module.controllers = types.SimpleNamespace(
         ALL_PART_CONTROLLERS={"OSC_POSE", "OSC_POSITION"},
         load_composite_controller_config=lambda controller=None, robot=None: {
             "type": "BASIC",
@@ -103,4 +103,4 @@ def module():
         },
         load_part_controller_config=lambda default_controller: {"type": default_controller},
     )
-    return found
+    return toy_module

@@ -56,8 +56,8 @@ class PointEnvironment(gymnasium.Env):
         near = bool(np.linalg.norm(self.position - self.goal) < 0.3)
         fallen = self.fall is not None and bool(self.position[1] < self.fall)
         cut = self.cut is not None and self.count >= self.cut
-        said = {self.success_name: near} if fallen or cut or self.count >= self.says_from else {}
-        return self._observe(), -0.5, fallen, cut, said
+        info = {self.success_name: near} if fallen or cut or self.count >= self.says_from else {}
+        return self._observe(), -0.5, fallen, cut, info
 
     def render(self):
         return self._observe()["pixels"]

@@ -78,10 +78,10 @@ def test_nothing_is_said_where_nothing_is_outside():
 def test_doctor_counts_them_and_calls_another_unit_a_problem():
     loose, strict = make().spec, make(clip_actions=True).spec
     actions = torch.linspace(-1.9, 1.9, 40)[:, None].repeat(1, 2) * torch.tensor([1.0, 0.4])
-    (found,) = check_action_range(actions, loose)
-    assert not found.problem and "50 % of actions" in found.measured and "as they are" in found.remedy
-    (found,) = check_action_range(actions, strict)
-    assert found.health is Health.BAD and "clips" in found.remedy
+    (finding,) = check_action_range(actions, loose)
+    assert not finding.problem and "50 % of actions" in finding.measured and "as they are" in finding.remedy
+    (finding,) = check_action_range(actions, strict)
+    assert finding.health is Health.BAD and "clips" in finding.remedy
     assert check_action_range(57.3 * actions, loose)[0].health is Health.WARNING
 
 
@@ -100,8 +100,8 @@ def test_a_policy_that_learned_from_such_data_may_do_the_same():
 
 def test_noise_stays_within_the_bounds_where_the_controller_does():
     field = make().spec.action
-    seen = {"observation.state": np.array([[[1.9, 0.9]]] * 500, np.float32)}
-    noisy = NoisyController(ToGoal(), Noise(gaussian=0.5), 0, field).act(seen)
+    observations = {"observation.state": np.array([[[1.9, 0.9]]] * 500, np.float32)}
+    noisy = NoisyController(ToGoal(), Noise(gaussian=0.5), 0, field).act(observations)
     assert noisy[:, 0].max() == pytest.approx(1.9) and noisy[:, 1].max() == 1.0 and noisy.min() >= -1.0
 
 

@@ -178,9 +178,9 @@ READ = {
 
 @pytest.mark.parametrize("case", READ)
 def test_check_says_how_an_odd_environment_is_read(case, checked):
-    environment, said = READ[case]
+    environment, texts = READ[case]
     lines = checked(environment, fps=10)
-    for each in said:
+    for each in texts:
         assert each in lines, lines
     assert "[2304]" not in lines and "depth[0]" not in lines
 
@@ -299,8 +299,8 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_used_is_refused_in_a_sentence_that_says_what_to_do(case, checked):
-    environment, options, said = REFUSED[case]
-    with pytest.raises((RobopolicyError, AssertionError), match=said) as refusal:
+    environment, options, message = REFUSED[case]
+    with pytest.raises((RobopolicyError, AssertionError), match=message) as refusal:
         checked(environment, **options)
     assert len(str(refusal.value)) < 700
 
@@ -357,9 +357,9 @@ def test_an_entry_called_default_does_not_hide_the_environments_own_view():
 
 def test_choices_become_ones_and_zeros():
     _, step = played(odd.Choices)
-    seen = step.observation[STATE][0, -1]
+    observation = step.observation[STATE][0, -1]
     names = quietly(odd.Choices).spec.observation[STATE].names
-    by_name = dict(zip(names, seen.tolist(), strict=True))
+    by_name = dict(zip(names, observation.tolist(), strict=True))
     assert [by_name[f"robot.mode[{index}]"] for index in range(3)] == [0, 0, 1]
     assert [by_name[f"dials[{index}]"] for index in range(5)] == [0, 1, 0, 0, 1]
     assert [by_name[f"flags[{index}]"] for index in range(4)] == [0, 1, 1, 0]
@@ -394,8 +394,8 @@ def test_the_task_is_what_the_environment_says_it_is():
         return world.reset(seeds=range(rows))["task"].tolist(), world.spec.instructions
 
     assert tasks(odd.OwnTask) == (["go to the middle"] * 4, ("go to the middle",))
-    said, known = tasks(odd.TaskInInfo, 30)
-    assert set(said) == set(known) == {f"go to corner {corner}" for corner in range(4)}
+    instructions, known = tasks(odd.TaskInInfo, 30)
+    assert set(instructions) == set(known) == {f"go to corner {corner}" for corner in range(4)}
     assert tasks(odd.NoNumbers)[1] == ("bring it to the middle",)
     assert tasks(odd.TaskObject)[1] == ("go",) and tasks(Odd)[1] == ("go",)
     assert tasks(odd.OwnTask, own_task=False) == (["go"] * 4, ("go",))

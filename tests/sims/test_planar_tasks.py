@@ -84,12 +84,12 @@ def test_a_moving_goal_is_where_its_formula_says_whatever_the_chunks_and_in_pict
     last = step.observation[ENVIRONMENT_STATE][:, -1]
     parameters = fine.snapshot().arrays["goal"]
     center, angle, rate = parameters[:, :2], parameters[:, 2], parameters[:, 3]
-    for seen, time in ((first, 0.0), (last, 1.2)):
+    for states, time in ((first, 0.0), (last, 1.2)):
         now = angle + rate * time
         expected = center + push_cube_moving.RADIUS * np.stack([np.cos(now), np.sin(now)], -1)
-        np.testing.assert_allclose(seen[:, goals : goals + 2], expected, atol=1e-6)
-        np.testing.assert_allclose(seen[:, TO_GOAL], expected - seen[:, 0:2], atol=1e-6)
-        speed = np.linalg.norm(seen[:, push_cube_moving.VELOCITY], axis=1)
+        np.testing.assert_allclose(states[:, goals : goals + 2], expected, atol=1e-6)
+        np.testing.assert_allclose(states[:, TO_GOAL], expected - states[:, 0:2], atol=1e-6)
+        speed = np.linalg.norm(states[:, push_cube_moving.VELOCITY], axis=1)
         np.testing.assert_allclose(speed, np.abs(rate) * push_cube_moving.RADIUS, atol=1e-6)
         assert (push_cube_moving.SPEEDS[0] <= speed).all() and (speed <= push_cube_moving.SPEEDS[1]).all()
     # The velocity is the derivative of the position.

@@ -91,11 +91,11 @@ def test_bad_paths_say_what_is_wrong(path, text):
 
 def test_a_controller_that_raises_is_said_with_the_line_in_its_file():
     controller = load_controller("test_suite_controllers:Stumbles", SPEC)
-    said = r"'test_suite_controllers:Stumbles': act raised KeyError: 'observation.sate' "
-    said += r"\(.*test_suite_controllers.py, line \d+: return observation\[\"observation.sate\"\]\)"
-    with pytest.raises(ConfigError, match=said):
+    pattern = r"'test_suite_controllers:Stumbles': act raised KeyError: 'observation.sate' "
+    pattern += r"\(.*test_suite_controllers.py, line \d+: return observation\[\"observation.sate\"\]\)"
+    with pytest.raises(ConfigError, match=pattern):
         controller.act({"observation.state": np.zeros((3, 1, 2))})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=pattern):
         NoisyController(controller, 0.1, 0, SPEC.action).act({"observation.state": np.zeros((3, 1, 2))})
 
 

@@ -231,7 +231,7 @@ def test_success_is_found_under_either_name():
 def test_chunks_are_the_environments_own_steps_to_the_last_bit_and_the_callers_actions_stay_as_they_were():
     world = make_gymnasium_world("Pendulum-v1", 2, fps=20, horizon=19, history=3)
     environments = [open_gymnasium("Pendulum-v1", {}) for _ in range(2)]
-    seen = [[environment.reset(seed=seed)[0]] for seed, environment in zip((4, 5), environments, strict=True)]
+    windows = [[environment.reset(seed=seed)[0]] for seed, environment in zip((4, 5), environments, strict=True)]
     world.reset(seeds=[4, 5])
     draws = np.random.default_rng(0)
     for chunk in (1, 6, 2, 1, 8, 4):  # the last but one is longer than the history, the last than the episode's rest
@@ -240,12 +240,12 @@ def test_chunks_are_the_environments_own_steps_to_the_last_bit_and_the_callers_a
         step = world.step(actions)
         assert np.array_equal(actions, given)
         for row, environment in enumerate(environments):
-            for index in range(min(chunk, 20 - len(seen[row]))):
+            for index in range(min(chunk, 20 - len(windows[row]))):
                 observation, paid[row, index], *_ = environment.step(actions[row, index].astype(np.float32))
-                seen[row].append(observation)
+                windows[row].append(observation)
                 assert np.array_equal(step.trace["observation.state"][row, index], observation)
             assert np.array_equal(
-                step.observation["observation.state"][row], np.stack(([seen[row][0]] * 2 + seen[row])[-3:])
+                step.observation["observation.state"][row], np.stack(([windows[row][0]] * 2 + windows[row])[-3:])
             )
         assert np.array_equal(step.rewards["reward"], paid)
     assert step.truncated.all() and step.valid.sum(axis=1).tolist() == [1, 1]

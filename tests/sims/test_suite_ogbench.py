@@ -61,7 +61,7 @@ def test_names_hold_a_task_and_a_style():
 def test_a_cube_goes_into_the_drawer_by_unlocking_opening_closing_and_locking():
     stored = (0.33, -0.356, 0.066)
     start = things((0.35, 0.15, TABLE), buttons=(0, 0))
-    targets, seen = order("scene", start, things(stored, buttons=(0, 0), window=0.2))
+    targets, things_after = order("scene", start, things(stored, buttons=(0, 0), window=0.2))
     assert [(each.task, each.index, each.value) for each in targets] == [
         ("button", 0, 1.0),
         ("drawer", 0, OPEN),
@@ -72,7 +72,7 @@ def test_a_cube_goes_into_the_drawer_by_unlocking_opening_closing_and_locking():
         ("button", 0, 0.0),
         ("button", 1, 0.0),
     ]
-    assert np.linalg.norm(seen.blocks[0] - stored) < 0.04
+    assert np.linalg.norm(things_after.blocks[0] - stored) < 0.04
     assert -0.25 < targets[2].place[1] < -0.2  # between the front and the back of the open drawer
 
 
@@ -94,8 +94,8 @@ def test_cubes_are_stacked_from_below_and_unstacked_from_above():
 
 def test_two_cubes_change_places_by_way_of_a_free_spot():
     here, there = (0.425, -0.1, TABLE), (0.425, 0.1, TABLE)
-    targets, seen = order("cube", things(here, there), things(there, here))
-    assert len(targets) == 3 and np.allclose(seen.blocks, [there, here])
+    targets, things_after = order("cube", things(here, there), things(there, here))
+    assert len(targets) == 3 and np.allclose(things_after.blocks, [there, here])
     assert min(np.linalg.norm(np.array(targets[0].place) - spot) for spot in (here, there)) > 0.08
 
 
@@ -210,10 +210,10 @@ def test_oracles_are_told_what_ogbench_would_tell_them(installed):
     world = make_world("ogbench/scene-v0", 1)
     inner = world.pool._local._rows[0].environment.unwrapped
     oracles = make_expert("ogbench/scene-v0", world.spec)
-    seen = world.reset(seeds=[3])
+    observation = world.reset(seeds=[3])
     for _ in range(40):
-        seen = world.step(oracles.act(seen)[:, None]).observation
-    flat = np.concatenate([seen[STATE][0, -1], seen[ENVIRONMENT_STATE][0, -1]]).astype(float)
+        observation = world.step(oracles.act(observation)[:, None]).observation
+    flat = np.concatenate([observation[STATE][0, -1], observation[ENVIRONMENT_STATE][0, -1]]).astype(float)
     oracles._twin.lay(flat)
     mine, its = oracles._twin.known(flat, inner.data.time), inner.compute_ob_info()
     read = [key for key in its if key.startswith(("proprio/", "privileged/")) and not key.endswith("_vel")]
@@ -225,10 +225,10 @@ def test_oracles_are_told_what_ogbench_would_tell_them(installed):
 def played(name, rows, **options):
     """Play episodes of the expert to their end and return the last step."""
     world = make_world(f"ogbench/{name}", rows, **options)
-    seen, expert = world.reset(seeds=np.arange(rows)), make_expert(f"ogbench/{name}", world.spec)
+    observation, expert = world.reset(seeds=np.arange(rows)), make_expert(f"ogbench/{name}", world.spec)
     while True:
-        step = world.step(expert.act(seen)[:, None])
-        seen = step.observation
+        step = world.step(expert.act(observation)[:, None])
+        observation = step.observation
         if step.ended.all():
             world.close()
             return step
@@ -276,9 +276,9 @@ def test_play_is_the_same_in_any_row_and_its_success_is_that_of_the_worlds_goal(
 
 def test_targets_of_play_change_and_noise_is_the_episodes(installed):
     world = make_world("ogbench/scene-noisy-v0", 2)
-    oracles, seen, targets = make_expert(world.spec.name, world.spec), world.reset(seeds=[0, 1]), set()
+    oracles, observation, targets = make_expert(world.spec.name, world.spec), world.reset(seeds=[0, 1]), set()
     for _ in range(150):
-        seen = world.step(oracles.act(seen)[:, None]).observation
+        observation = world.step(oracles.act(observation)[:, None]).observation
         targets |= {row.target for row in oracles._rows}
     levels = [row.level for row in oracles._rows]
     assert len(targets) >= 4 and len({target.task for target in targets}) >= 2 and 0 < min(levels) < max(levels) < 0.1

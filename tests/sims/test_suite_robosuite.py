@@ -14,9 +14,9 @@ from sims.registry import make_expert, make_world
 
 @pytest.fixture
 def toy(monkeypatch):
-    found = module()
-    monkeypatch.setitem(sys.modules, "robosuite", found)
-    return found
+    toy_module = module()
+    monkeypatch.setitem(sys.modules, "robosuite", toy_module)
+    return toy_module
 
 
 def forward(world, steps, speed=1.0):

@@ -85,10 +85,10 @@ def test_starts_are_varied_unsolved_and_the_same_whatever_is_asked():
     world = make_world("tidy", 96, instructions="all")
     starts = []
     for task in range(EACH):
-        seen = world.reset(seeds=np.arange(96), options={"task": np.full(96, task)})
-        assert set(seen[TASK]) == {INSTRUCTIONS[task]}
-        starts.append({key: seen[key][:, -1] for key in FIELDS})
-        assert not succeeded({**starts[-1], TASK: seen[TASK]}).any()
+        observation = world.reset(seeds=np.arange(96), options={"task": np.full(96, task)})
+        assert set(observation[TASK]) == {INSTRUCTIONS[task]}
+        starts.append({key: observation[key][:, -1] for key in FIELDS})
+        assert not succeeded({**starts[-1], TASK: observation[TASK]}).any()
     for key in FIELDS:
         assert len(np.unique(starts[0][key], axis=0)) == 96
         assert all(np.array_equal(starts[0][key], other[key]) for other in starts)
@@ -101,8 +101,8 @@ def test_starts_are_varied_unsolved_and_the_same_whatever_is_asked():
 
 def test_the_observation_holds_the_scene_and_nothing_of_the_goal():
     world = make_world("tidy", 4)
-    seen = world.reset(seeds=np.arange(4))
-    scene = dict(zip(SCENE_FIELD.names, seen[ENVIRONMENT_STATE][:, -1].T, strict=True))
+    observation = world.reset(seeds=np.arange(4))
+    scene = dict(zip(SCENE_FIELD.names, observation[ENVIRONMENT_STATE][:, -1].T, strict=True))
     qpos = world.snapshot().arrays["state"][:, 1:33]
     tip = arm.tip_position(qpos)
     np.testing.assert_allclose(scene["drawer_opening"], qpos[:, 6], atol=1e-6)
@@ -136,17 +136,17 @@ def test_paraphrases_are_judged_as_what_they_mean():
     other = make_world("tidy", EACH, instructions="all", phrasing="paraphrased")
     first = [other.spec.instructions.index(PARAPHRASES[text][0]) for text in INSTRUCTIONS]
     expert = make_expert("tidy", plain.spec)
-    seen = plain.reset(seeds=np.arange(EACH), options={"task": np.arange(EACH)})
-    said = other.reset(seeds=np.arange(EACH), options={"task": np.array(first)})
-    assert not set(seen[TASK]) & set(said[TASK])
-    assert [other.spec.meaning(text) for text in said[TASK]] == list(seen[TASK])
+    observation = plain.reset(seeds=np.arange(EACH), options={"task": np.arange(EACH)})
+    other_observation = other.reset(seeds=np.arange(EACH), options={"task": np.array(first)})
+    assert not set(observation[TASK]) & set(other_observation[TASK])
+    assert [other.spec.meaning(text) for text in other_observation[TASK]] == list(observation[TASK])
     for _ in range(45):
-        actions = expert.act(said)
-        np.testing.assert_array_equal(actions, expert.act(seen))
+        actions = expert.act(other_observation)
+        np.testing.assert_array_equal(actions, expert.act(observation))
         steps = plain.step(actions[:, None]), other.step(actions[:, None])
         np.testing.assert_array_equal(steps[0].reward, steps[1].reward)
         np.testing.assert_array_equal(steps[0].success, steps[1].success)
-        seen, said = (step.observation for step in steps)
+        observation, other_observation = (step.observation for step in steps)
     assert steps[1].success.all()
     for world in (plain, other):
         world.close()
@@ -163,9 +163,9 @@ def test_cubes_and_trays_are_seen_in_their_colours():
     """The top camera, pixel by pixel: what lies aside of the arm has the colour of its name."""
     rows, size = 24, 240
     world = make_world("tidy", rows)
-    seen = world.reset(seeds=np.arange(rows))
+    observation = world.reset(seeds=np.arange(rows))
     images = world.render(camera="top", height=size, width=size).astype(int)
-    scene = dict(zip(SCENE_FIELD.names, seen[ENVIRONMENT_STATE][:, -1].T, strict=True))
+    scene = dict(zip(SCENE_FIELD.names, observation[ENVIRONMENT_STATE][:, -1].T, strict=True))
     focal = size / 2 / np.tan(np.radians(19.0))  # fovy 38 degrees, 0.72 m above the table, over x = 0.14
 
     def pixel(name, height):

@@ -42,10 +42,10 @@ def test_training_gives_what_is_not_held_out_evenly_and_all_gives_everything(tas
 def test_paraphrases_say_the_same_in_every_wording(task):
     plain = drawn(task)
     for phrasing, count in (("paraphrased", 2), ("all", 3)):
-        said = drawn(task, phrasing=phrasing)
-        assert len(set(said)) == 3 * count
-        assert min((said == text).sum() for text in set(said)) > 400 / (3 * count) / 2
-        meant = [next((key for key, others in OTHERS.items() if text in others), text) for text in said]
+        instructions = drawn(task, phrasing=phrasing)
+        assert len(set(instructions)) == 3 * count
+        assert min((instructions == text).sum() for text in set(instructions)) > 400 / (3 * count) / 2
+        meant = [next((key for key, others in OTHERS.items() if text in others), text) for text in instructions]
         assert meant == list(plain)
 
 

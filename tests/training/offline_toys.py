@@ -92,5 +92,8 @@ def lesson() -> Lesson:
 
 def distance(policy) -> float:
     """How far noisy decisions are from the best action."""
-    seen = {"observation.state": torch.rand(256, 1, 1, generator=torch.Generator().manual_seed(3)), TASK: [""] * 256}
-    return float((policy.act(seen, torch.Generator().manual_seed(4)).actions - BEST).square().mean())
+    observation = {
+        "observation.state": torch.rand(256, 1, 1, generator=torch.Generator().manual_seed(3)),
+        TASK: [""] * 256,
+    }
+    return float((policy.act(observation, torch.Generator().manual_seed(4)).actions - BEST).square().mean())

@@ -113,15 +113,15 @@ def test_lean_adjoints_are_the_gradient_of_the_end_along_the_base_with_the_same_
     chain = draw_chain(sampler, steps, noise)
     worth = lambda clean: (clean - 0.2).square().sum() + clean.prod(1).sum()  # noqa: E731
     end = chain[:, -1].clone().requires_grad_()
-    found = lean_adjoints(sampler, steps, chain, torch.autograd.grad(worth(end), end)[0])
-    assert found.shape == (3, 4, 2, 1)
+    adjoints = lean_adjoints(sampler, steps, chain, torch.autograd.grad(worth(end), end)[0])
+    assert adjoints.shape == (3, 4, 2, 1)
     for begin in range(1, 4):
         x = start = chain[:, begin].clone().requires_grad_()
         for index in range(begin, 4):
             x = sampler.transition(x, steps.one(x, index), index).sample(noise[index + 1])
         assert torch.allclose(x, chain[:, -1], atol=1e-6)
-        assert torch.allclose(found[:, begin], torch.autograd.grad(worth(x), start)[0], atol=1e-5)
-    assert torch.equal(found[:, 0], found[:, 1])
+        assert torch.allclose(adjoints[:, begin], torch.autograd.grad(worth(x), start)[0], atol=1e-5)
+    assert torch.equal(adjoints[:, 0], adjoints[:, 1])
 
 
 @pytest.mark.checks("QAM", "Adjoint matching")
@@ -147,8 +147,8 @@ def test_a_candidate_does_what_the_critic_knows_to_be_better(flow, tmp_path):
         AdjointMatchingConfig(steps=80, batch_size=64, learning_rate=3e-3, inverse_temperature=20.0)
     )
     policy = copy.deepcopy(flow)
-    found = improve_in_rounds(policy, lesson(), improver, None, 1, run=RunFolder(tmp_path))
-    assert found.accepted == 1 and found.records[0]["pull"] > 0
+    result = improve_in_rounds(policy, lesson(), improver, None, 1, run=RunFolder(tmp_path))
+    assert result.accepted == 1 and result.records[0]["pull"] > 0
     assert distance(policy) < 0.5 * distance(flow)
     assert distance(load_policy(tmp_path / "checkpoint")) == pytest.approx(distance(policy), abs=1e-6)
 

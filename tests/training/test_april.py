@@ -83,8 +83,8 @@ def test_whole_groups_come_back_and_only_what_is_missing_is_asked_for():
     recycled = 0
     for iteration in range(100):
         before = set(collector.player.held)
-        found = collector.collect(iteration)
-        sizes = Counter(found.group.tolist())
+        rollouts = collector.collect(iteration)
+        sizes = Counter(rollouts.group.tolist())
         assert len(sizes) == 16, "as many groups as an iteration learns from"
         assert set(sizes.values()) == {8}, "complete ones"
         returned.update(sizes)
@@ -94,7 +94,9 @@ def test_whole_groups_come_back_and_only_what_is_missing_is_asked_for():
         assert len(collector.player.held) == 4, "the backlog is what was over-provisioned, and never more"
         assert set(collector.begun) == collector.player.held
         for group in sizes:
-            rows = found.take(torch.tensor([place for place, of in enumerate(found.group.tolist()) if of == group]))
+            rows = rollouts.take(
+                torch.tensor([place for place, of in enumerate(rollouts.group.tolist()) if of == group])
+            )
             start = rows.observation["observation.state"][:, 0]
             assert bool((start == start[0]).all()), "a group begins alike"
     assert asked == [20, *[16] * 99]
@@ -104,15 +106,15 @@ def test_whole_groups_come_back_and_only_what_is_missing_is_asked_for():
 
 def begun_by(player: EpisodePlayer) -> dict[int, list[list[float]]]:
     """The actions so far of the episodes of every group that is held, in the order in which they began."""
-    found: dict[int, dict[int, list[float]]] = {}
+    rows_of_groups: dict[int, dict[int, list[float]]] = {}
     for part in player.parts:
         for (number, group, step), action in zip(
             part["place"].tolist(), part["actions"][:, 0, 0].tolist(), strict=True
         ):
-            actions = found.setdefault(group, {}).setdefault(number, [])
+            actions = rows_of_groups.setdefault(group, {}).setdefault(number, [])
             assert len(actions) == step
             actions.append(action)
-    return {group: [rows[number] for number in sorted(rows)] for group, rows in found.items()}
+    return {group: [rows[number] for number in sorted(rows)] for group, rows in rows_of_groups.items()}
 
 
 @pytest.mark.checks("APRIL")
@@ -120,13 +122,13 @@ def test_what_is_in_flight_goes_on_where_it_was():
     """The decisions so far of episodes that are held are the first ones of what comes back, made by older policies."""
     collector, held, gone_on = collector_of(CONFIG), {}, 0
     for iteration in range(12):
-        found = collector.collect(iteration)
-        versions = [row[alive].tolist() for row, alive in zip(found.policy_version, found.alive, strict=True)]
+        rollouts = collector.collect(iteration)
+        versions = [row[alive].tolist() for row, alive in zip(rollouts.policy_version, rollouts.alive, strict=True)]
         assert all(row == sorted(row) for row in versions)
         for group, episodes in held.items():
-            rows = [row for row, of in enumerate(found.group.tolist()) if of == group]
+            rows = [row for row, of in enumerate(rollouts.group.tolist()) if of == group]
             for row, begun in zip(rows, episodes, strict=False):  # later ones had not begun
-                assert found.actions[row, : len(begun), 0, 0].tolist() == begun
+                assert rollouts.actions[row, : len(begun), 0, 0].tolist() == begun
                 assert max(versions[row][: len(begun)]) < iteration, "played before this iteration"
                 gone_on += len(versions[row]) > len(begun)
         held = begun_by(collector.player)
@@ -151,16 +153,16 @@ def test_every_decision_keeps_the_score_of_the_version_that_made_it():
     collector, weights, stale_cut = collector_of(CONFIG, Uneven(64), policy), {}, 0
     for iteration in range(12):
         weights[iteration] = {name: value.clone() for name, value in policy.state_dict().items()}
-        found = collector.collect(iteration)
-        cut = found.alive & (~found.valid).any(-1)
-        stale_cut += int((cut & (found.policy_version < iteration)).sum())
-        for version in found.policy_version[found.alive].unique().tolist():
+        rollouts = collector.collect(iteration)
+        cut = rollouts.alive & (~rollouts.valid).any(-1)
+        stale_cut += int((cut & (rollouts.policy_version < iteration)).sum())
+        for version in rollouts.policy_version[rollouts.alive].unique().tolist():
             acted = ChainPolicy(chunk=4)
             acted.load_state_dict(weights[version])
-            here = found.alive & (found.policy_version == version)
+            here = rollouts.alive & (rollouts.policy_version == version)
             with torch.no_grad():
-                expected = acted.log_prob(*decisions_at(found, here, ("", ""))).logp
-            torch.testing.assert_close(found.logp_behaviour[here], expected, atol=1e-5, rtol=1e-5)
+                expected = acted.log_prob(*decisions_at(rollouts, here, ("", ""))).logp
+            torch.testing.assert_close(rollouts.logp_behaviour[here], expected, atol=1e-5, rtol=1e-5)
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape))

@@ -71,16 +71,16 @@ def test_delayed_weights_are_exactly_as_old_as_asked_for_and_repeatable(tmp_path
 
 @pytest.mark.checks("AReaL")
 def test_behaviour_and_proximal_probabilities_are_kept_apart(monkeypatch: pytest.MonkeyPatch):
-    seen: list[Rollouts] = []
+    batches: list[Rollouts] = []
     update = Learner.update
 
     def spy(self, rollouts, *arguments, **options):
-        seen.append(rollouts)
+        batches.append(rollouts)
         return update(self, rollouts, *arguments, **options)
 
     monkeypatch.setattr(Learner, "update", spy)
     finetune(ChainPolicy(), None, BanditWorld(32), replace(CONFIG, iterations=6, groups=4))
-    stale = [rollouts for rollouts in seen if rollouts.logp_proximal is not None]
+    stale = [rollouts for rollouts in batches if rollouts.logp_proximal is not None]
     assert stale
     for rollouts in stale:
         difference = (rollouts.proximal - rollouts.logp_behaviour)[rollouts.mask]
@@ -180,12 +180,12 @@ def test_vcpo_survives_steps_on_stale_data_that_break_ppo():
     )  # fmt: skip
 
     def worst(**changes) -> float:
-        found = []
+        rewards = []
         for seed in range(3):
             policy = ChainPolicy(seed=seed)
             finetune(policy, None, BanditWorld(64), replace(config, **changes), seed=seed)
-            found.append(mean_reward(policy, True)["reward"])
-        return min(found)
+            rewards.append(mean_reward(policy, True)["reward"])
+        return min(rewards)
 
     assert worst() < -5
     assert worst(controllers=("vcpo",)) > -0.3

@@ -57,9 +57,9 @@ def test_it_is_the_mean_squared_error_in_ranges_beside_the_policys_own_loss(labe
     head.fit_units(data)
     drawn = regression_batches(policy, data, 5, GENERATOR().manual_seed(2))
     batch = next(with_fields(drawn, data, CONFIG.auxiliary_keys))
-    found = TellsFields(policy, head).loss(batch, GENERATOR().manual_seed(3))
+    losses = TellsFields(policy, head).loss(batch, GENERATOR().manual_seed(3))
     own = policy.loss(batch, GENERATOR().manual_seed(3))
-    assert set(found) == {"denoising", LOSS} and torch.equal(found["denoising"], own["denoising"])
+    assert set(losses) == {"denoising", LOSS} and torch.equal(losses["denoising"], own["denoising"])
     # The square is where the picture of the same step has it
     where = batch["observation"][CAMERA][:, 0, :, :, 0].flatten(1).argmax(1)
     place = torch.stack([where // SIZE, where % SIZE], -1).float()
@@ -68,7 +68,7 @@ def test_it_is_the_mean_squared_error_in_ranges_beside_the_policys_own_loss(labe
     told = head.layers(policy.network.encoder(batch["observation"]))
     low, high = every.amin(0), every.amax(0)
     wanted = 2 * (place - low) / (high - low) - 1
-    assert torch.allclose(found[LOSS], 2 * (told - wanted).square().mean(-1), rtol=1e-4)
+    assert torch.allclose(losses[LOSS], 2 * (told - wanted).square().mean(-1), rtol=1e-4)
 
 
 def test_it_reaches_the_convolutions_and_reads_pictures_once():
@@ -91,8 +91,8 @@ def test_what_it_sees_tells_where_things_lie_in_pictures_that_it_never_saw(tmp_p
 
     @torch.no_grad()
     def seen(policy, data: Episodes) -> torch.Tensor:
-        found = policy.network.encoder({key: value[:, None] for key, value in data.observation.items()})
-        return torch.cat([found, torch.ones(len(found), 1)], -1)
+        features = policy.network.encoder({key: value[:, None] for key, value in data.observation.items()})
+        return torch.cat([features, torch.ones(len(features), 1)], -1)
 
     def wrong(policy) -> float:
         """Share of the places' variance that the best line through what is seen of `data` leaves in `others`."""

@@ -84,15 +84,15 @@ EVERY = [
 
 def drawn(times: int = 2) -> list[Combination]:
     """Return combinations in which everything stands at least `times` on each kind of policy, the same ones always."""
-    draws, found = random.Random(0), []
+    draws, cases = random.Random(0), []
     for kind, others in product(("denoising", "tokens"), (COEFFICIENTS, CREDITS)):
         for _ in range(times):
             first, second = draws.sample(ADVANTAGES, len(ADVANTAGES)), draws.sample(others, len(others))
             count = max(len(first), len(second)) if others is COEFFICIENTS else len(second)
-            found += [
+            cases += [
                 Combination(kind, first[place % len(first)], second[place % len(second)]) for place in range(count)
             ]
-    return found
+    return cases
 
 
 def configured(needs: frozenset[Need], combination: Combination) -> FinetuneConfig:
@@ -114,15 +114,15 @@ def needs_of(combination: Combination) -> frozenset[Need]:
 
 def play(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     needs, kind = needs_of(combination), combination.kind
-    seen = Need.BLACKOUT_SCORES in needs
+    reads_images = Need.BLACKOUT_SCORES in needs
     world = MixedWorld(6)
     changes = {}
     if kind == "denoising" and Need.MATCHING in needs:
         kind, changes = "matching", {"likelihood": Likelihood.MATCHING}
     make = token_policy if kind == "tokens" else denoising_policy
-    policy = make(world, cameras=seen, **changes)
+    policy = make(world, cameras=reads_images, **changes)
     policy.prepare_finetuning()
-    teacher = make(world, seed=1, cameras=seen, **changes)
+    teacher = make(world, seed=1, cameras=reads_images, **changes)
     teacher.prepare_finetuning()
     critic = state_critic(world.spec.observation, 1, width=8, instructions=world.spec.instructions)
     before = [parameter.detach().clone() for parameter in policy.parameters()]
@@ -160,15 +160,15 @@ def test_who_reads_outcomes_asks_for_whole_episodes(entry: Mechanism):
     stream = make_rollouts([4, 4, 4], [0, 1, 2], [0.0, 1.0, -1.0])
     stream.terminated[:, 1] = True
     names = ("q", "v", "preference", "advantage_gae", "flow_return")
-    said = {name: torch.randn(stream.shape, generator=generator) for name in names}
-    said["flow_value"] = torch.randn(stream.mask.shape, generator=generator)
-    stream = replace(stream, whole=False).with_extras(**said)
+    extras = {name: torch.randn(stream.shape, generator=generator) for name in names}
+    extras["flow_value"] = torch.randn(stream.mask.shape, generator=generator)
+    stream = replace(stream, whole=False).with_extras(**extras)
     success, reward = stream.success.clone(), {name: value.clone() for name, value in stream.rewards.items()}
     success[:, 2:] = ~success[:, 2:]
     reward["reward"][:, 2:] += 5.0
     other = replace(stream, success=success, rewards=reward)
-    found = [entry.function(rollouts, Context(generator, memory={})) for rollouts in (stream, other)]
-    torch.testing.assert_close(found[0], found[1])
+    advantages = [entry.function(rollouts, Context(generator, memory={})) for rollouts in (stream, other)]
+    torch.testing.assert_close(advantages[0], advantages[1])
 
 
 def test_the_draw_covers_everything_twice():

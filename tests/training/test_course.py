@@ -181,8 +181,8 @@ def test_a_run_that_nobody_watches_elsewhere_ends_when_the_best_policy_has_stood
 
     with pytest.raises(KeyboardInterrupt):
         run(crash_at=5)
-    found = run()
-    assert (found.ended, found.iterations, found.best["iteration"]) == (Ended.PATIENCE, 5, 3)
+    course_result = run()
+    assert (course_result.ended, course_result.iterations, course_result.best["iteration"]) == (Ended.PATIENCE, 5, 3)
     assert all(torch.equal(value, asked[3][name]) for name, value in policy.state_dict().items())
     for wrong in ({"patience": -1}, {"patience": 2, "evaluate_every": 0}):
         with pytest.raises(ConfigError, match="counts evaluations"):

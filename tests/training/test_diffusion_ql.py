@@ -53,17 +53,17 @@ def test_the_gradient_is_that_of_the_chain_unrolled_by_hand(imitated, through, p
         with torch.no_grad():
             next(iter(policy.network.parameters())).add_(0.05)
     noise, weights = torch.randn(8, 2, 1, generator=torch.Generator().manual_seed(0)), policy.trainable_parameters()
-    found = policy.trajectory(observation(), noise, None if through == "all" else 1)[:, -1]
+    action = policy.trajectory(observation(), noise, None if through == "all" else 1)[:, -1]
     expected = unrolled(policy, noise, 0 if through == "all" else policy.schedule.steps - 1)
-    assert torch.allclose(found, expected, atol=1e-6)
-    one = torch.autograd.grad(Knows().action_values(None, found.flatten(1)).amin(0).sum(), weights)
+    assert torch.allclose(action, expected, atol=1e-6)
+    one = torch.autograd.grad(Knows().action_values(None, action.flatten(1)).amin(0).sum(), weights)
     other = torch.autograd.grad(Knows().action_values(None, expected.flatten(1)).amin(0).sum(), weights)
     assert max(float(grad.abs().max()) for grad in other) > 1e-3
     for mine, by_hand in zip(one, other, strict=True):
         assert torch.allclose(mine, by_hand, atol=1e-5)
     with torch.no_grad():
         played = policy.act(observation(), torch.Generator().manual_seed(0), deterministic=True).actions
-        assert torch.allclose(played, policy.to_actions(found), atol=1e-6)
+        assert torch.allclose(played, policy.to_actions(action), atol=1e-6)
 
 
 @pytest.mark.checks("Diffusion-QL")
@@ -90,8 +90,8 @@ def test_without_the_critic_it_is_plain_imitation(imitated):
 def test_a_candidate_does_what_the_critic_knows_to_be_better(imitated, through, tmp_path):
     improver = DiffusionQl(DiffusionQlConfig(steps=60, learning_rate=2e-3, through=through))
     policy = copy.deepcopy(imitated)
-    found = improve_in_rounds(policy, lesson(), improver, None, 1, run=RunFolder(tmp_path))
-    assert found.accepted == 1 and set(found.records[0]) >= {"loss", "q"}
+    result = improve_in_rounds(policy, lesson(), improver, None, 1, run=RunFolder(tmp_path))
+    assert result.accepted == 1 and set(result.records[0]) >= {"loss", "q"}
     assert distance(policy) < 0.5 * distance(imitated)
     again = load_policy(tmp_path / "checkpoint")
     assert distance(again) == pytest.approx(distance(policy), abs=1e-6)

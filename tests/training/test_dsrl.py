@@ -39,11 +39,13 @@ def test_noise_is_worth_what_the_critic_finds_in_the_decision_that_it_leads_to(i
     _, policy = wrapped(imitated)
     known = lesson()
     frames = known.data.frame[:20]
-    seen = observed_at(known.episodes, frames, 1, ["observation.state"])
+    observation = observed_at(known.episodes, frames, 1, ["observation.state"])
     noise = torch.randn(20, 2, 1, generator=torch.Generator().manual_seed(2)).clamp(-2, 2)
-    found = noise_values(policy, known, seen, known.data.transitions.state[:20], policy.interface.to_agent(noise))
-    actions = imitated.to_actions(imitated.trajectory(seen, noise)[:, -1]).detach()
-    assert torch.allclose(found, -(actions[:, :, 0] - BEST).square().mean(1), atol=1e-5), "the smaller member's"
+    values = noise_values(
+        policy, known, observation, known.data.transitions.state[:20], policy.interface.to_agent(noise)
+    )
+    actions = imitated.to_actions(imitated.trajectory(observation, noise)[:, -1]).detach()
+    assert torch.allclose(values, -(actions[:, :, 0] - BEST).square().mean(1), atol=1e-5), "the smaller member's"
 
 
 @pytest.mark.checks("DSRL")
@@ -62,8 +64,8 @@ def test_critics_of_noise_are_fitted_to_that(imitated, monkeypatch):
     data = known.data
     twin.agent.fit_statistics(data.transitions.state)
     noise = drawn_noise(twin, data.transitions.state[rows], 0.0, draws["noise"])
-    seen = observed_at(known.episodes, data.frame[rows], 1, ["observation.state"])
-    worth = noise_values(twin, known, seen, data.transitions.state[rows], noise)
+    observation = observed_at(known.episodes, data.frame[rows], 1, ["observation.state"])
+    worth = noise_values(twin, known, observation, data.transitions.state[rows], noise)
     values = twin.agent.critics(data.transitions.state[rows], noise).detach()
     expected = sum(float((value - worth).square().mean()) for value in values)
     assert given[0] == ("critics", pytest.approx(expected, rel=1e-5))
@@ -110,8 +112,8 @@ class Says:
 def test_rounds_keep_what_is_accepted_and_forget_what_is_not(imitated, tmp_path):
     quick = DsrlConfig(steps=8, batch_size=16, width=8, depth=1)
     improver, policy = wrapped(imitated, quick)
-    found = improve_in_rounds(policy, lesson(), improver, Says(False), 1, run=RunFolder(tmp_path / "no"))
-    assert not found.accepted and not bool(policy.steers), "it came unsteered and is so again"
+    result = improve_in_rounds(policy, lesson(), improver, Says(False), 1, run=RunFolder(tmp_path / "no"))
+    assert not result.accepted and not bool(policy.steers), "it came unsteered and is so again"
     improve_in_rounds(policy, lesson(), improver, Says(True, False), 2, run=RunFolder(tmp_path / "yes"))
     assert bool(policy.steers)
     loaded = load_policy(tmp_path / "yes" / "checkpoint")

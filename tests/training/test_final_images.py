@@ -39,13 +39,16 @@ class Remembering(SeeingWorld):
         self.shown: list[np.ndarray] = []
 
     def observe(self) -> dict:
-        found = super().observe()
-        return {**found, CAMERA: found[CAMERA] // 2 + (self.time % 50).astype(np.uint8)[:, None, None, None, None]}
+        observation = super().observe()
+        return {
+            **observation,
+            CAMERA: observation[CAMERA] // 2 + (self.time % 50).astype(np.uint8)[:, None, None, None, None],
+        }
 
     def step(self, actions: np.ndarray):
-        found = super().step(actions)
-        self.shown.append(found.observation[CAMERA].copy())
-        return found
+        step_result = super().step(actions)
+        self.shown.append(step_result.observation[CAMERA].copy())
+        return step_result
 
 
 def collected(algorithm: str, world: Remembering):
@@ -93,9 +96,11 @@ def test_episodes_that_wait_keep_their_frames_and_those_handed_over_take_theirs_
     player, generator = EpisodePlayer(world, policy, images=images), torch.Generator().manual_seed(0)
     requests, counts = groups_of(np.arange(5), 1), []
     for turn in range(4):
-        found = player.play(requests if not turn else [], generator, groups=1)
-        assert torch.equal(visible(found, found.alive, images=True)[CAMERA], shown_at(found))
-        assert found.images is not None and len(found.images.frames[CAMERA]) == 3 + 1  # three decisions, and the end
+        rollouts = player.play(requests if not turn else [], generator, groups=1)
+        assert torch.equal(visible(rollouts, rollouts.alive, images=True)[CAMERA], shown_at(rollouts))
+        assert (
+            rollouts.images is not None and len(rollouts.images.frames[CAMERA]) == 3 + 1
+        )  # three decisions, and the end
         counts.append(len(player.frames.frames.get(CAMERA, ())))
         player.suspend()
         again = EpisodePlayer(world, policy, images=images)

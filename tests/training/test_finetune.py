@@ -243,8 +243,8 @@ def test_how_far_scores_may_be_apart_depends_on_their_kind_and_size(
 ):
     class Scoring(ChainPolicy):
         def log_prob(self, observation, latents):
-            found = super().log_prob(observation, latents)
-            return Scores(torch.full_like(found.logp, size + apart), found.entropy)
+            scores = super().log_prob(observation, latents)
+            return Scores(torch.full_like(scores.logp, size + apart), scores.entropy)
 
     world, policy = BanditWorld(8), Scoring()
     rollouts = StreamCollector(world, policy, 2, 0, torch.Generator()).collect(0)
@@ -386,13 +386,13 @@ def test_ratios_may_rise_further_than_they_may_fall(monkeypatch: pytest.MonkeyPa
     learner = Learner(policy, None, None, build_algorithm(config), config, ("",))
     torch.testing.assert_close(learner.clip_low, torch.full((2,), 0.2))
     torch.testing.assert_close(learner.clip_high, torch.full((2,), 0.28))
-    seen: list[tuple[float, float]] = []
+    bounds: list[tuple[float, float]] = []
     ppo = coefficients.ppo
 
     def spy(log_ratio, advantage, low, high, *others):
-        seen.append((float(low.min()), float(high.max())))
+        bounds.append((float(low.min()), float(high.max())))
         return ppo(log_ratio, advantage, low, high, *others)
 
     monkeypatch.setattr(coefficients, "ppo", spy)
     finetune(policy, None, BanditWorld(16), replace(config, evaluate_every=0))
-    assert seen and all(each == (pytest.approx(0.2), pytest.approx(0.28)) for each in seen)
+    assert bounds and all(each == (pytest.approx(0.2), pytest.approx(0.28)) for each in bounds)

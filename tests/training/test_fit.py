@@ -147,13 +147,13 @@ def test_bad_configurations_are_refused():
 
 
 def test_evaluation_sees_the_averaged_weights(tmp_path: Path):
-    model, generators, seen = Line(), Generators(3), []
+    model, generators, averaged_weights = Line(), Generators(3), []
 
     def evaluate() -> dict[str, float]:
         assert not model.training
-        seen.append(float(model.weight.detach()))
-        return {"validation": seen[-1]}
+        averaged_weights.append(float(model.weight.detach()))
+        return {"validation": averaged_weights[-1]}
 
     fit(model, _batches(generators), CONFIG, generators, run=RunFolder(tmp_path), evaluate=evaluate)
-    assert seen[-1] == float(model.weight.detach())
-    assert RunFolder(tmp_path).metrics()[-1]["validation"] == seen[-1]
+    assert averaged_weights[-1] == float(model.weight.detach())
+    assert RunFolder(tmp_path).metrics()[-1]["validation"] == averaged_weights[-1]

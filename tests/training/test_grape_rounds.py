@@ -44,8 +44,8 @@ def test_the_reference_is_the_policy_as_its_round_began(
         reference = ChainPolicy()
         reference.load_state_dict(before[since[len(before) - 1]])
         expected = torch.where(rollouts.mask, rescored(rollouts, reference, ("", ""))[0], 0.0)
-        found = torch.where(rollouts.mask, rollouts.extras["reference_logp"], 0.0)
-        torch.testing.assert_close(found, expected)
+        logp_reference = torch.where(rollouts.mask, rollouts.extras["reference_logp"], 0.0)
+        torch.testing.assert_close(logp_reference, expected)
         compared.append(float(expected.abs().sum()))
         stats = update(self, rollouts, *arguments, **options)
         again = torch.where(rollouts.mask, rescored(rollouts, self.base, ("", ""))[0], 0.0)
@@ -151,9 +151,9 @@ def test_learning_from_stored_pairs_is_resumed(tmp_path: Path):
 def test_the_verb_reads_the_pairs_that_finetune_pairs_names(tmp_path: Path):
     opened(0, run=RunFolder(tmp_path), iterations=2)
     config = compose(["recipe=reach_planar", f"finetune.preference_pairs={tmp_path / 'preferences'}"])
-    found = guidance_of(config, make_world("reach_planar", 1)).pairs
-    assert found is not None
-    assert torch.equal(found.rollouts.actions, read_pairs(tmp_path / "preferences").rollouts.actions)
+    pairs = guidance_of(config, make_world("reach_planar", 1)).pairs
+    assert pairs is not None
+    assert torch.equal(pairs.rollouts.actions, read_pairs(tmp_path / "preferences").rollouts.actions)
 
 
 def test_stored_pairs_of_another_policy_are_refused(tmp_path: Path):

@@ -84,9 +84,9 @@ def test_actions_are_likely_as_they_are_near_what_the_policy_decides_at_every_ch
     # A decision at step 0 (its history is the first frame twice) for steps 0 to 2, and one at step 3 for itself.
     expected = torch.tensor([[0.5, 0.51, 0.52, 0.8], [0.5, 0.51, 0.52, 0.5]])
     actions = torch.zeros(8, 1, requires_grad=True)
-    found = decided(Says(), model, "go", 0)(states, actions)
-    assert torch.allclose(found, -0.5 * (expected.flatten() / 2).square())
-    (slope,) = torch.autograd.grad(found.sum(), actions)
+    logp = decided(Says(), model, "go", 0)(states, actions)
+    assert torch.allclose(logp, -0.5 * (expected.flatten() / 2).square())
+    (slope,) = torch.autograd.grad(logp.sum(), actions)
     assert torch.allclose(slope[:, 0], expected.flatten() / 4)
 
 
@@ -104,9 +104,9 @@ def test_what_is_drawn_ends_with_success_and_is_cut_else(monkeypatch):
     assert made.step_success.tolist() == [False, True, False, False, False]
     assert made.reward.tolist() == pytest.approx([0.1, 2.3, 0.1, 0.1, 0.1])
     assert made.actions[:, 0].tolist() == [1.0] * 5  # clipped to the recorded range
-    found = recorded_decisions(Episodes.concatenate([walks(), made]), Interface(FIELDS, ACTION, chunk=2), 0.9)
-    assert found.transitions.terminated[-5:].tolist() == [True, True, False, False, False]
-    assert len(found) == walks().step_count + 5  # those that are cut are worth what is behind them
+    decisions = recorded_decisions(Episodes.concatenate([walks(), made]), Interface(FIELDS, ACTION, chunk=2), 0.9)
+    assert decisions.transitions.terminated[-5:].tolist() == [True, True, False, False, False]
+    assert len(decisions) == walks().step_count + 5  # those that are cut are worth what is behind them
 
 
 @pytest.mark.long

@@ -57,21 +57,22 @@ class Says:
 def test_the_argmax_of_the_smaller_critic_over_the_policys_own_samples(imitated):
     known = lesson()
     policy = BestOfPolicy(imitated, known.critic, known.interface, 8)
-    seen = {"observation.state": torch.rand(5, 1, 1, generator=torch.Generator().manual_seed(1))}
-    found = policy.act(seen, torch.Generator().manual_seed(2)).actions
-    several = {"observation.state": seen["observation.state"].repeat_interleave(8, 0)}
+    observation = {"observation.state": torch.rand(5, 1, 1, generator=torch.Generator().manual_seed(1))}
+    actions = policy.act(observation, torch.Generator().manual_seed(2)).actions
+    several = {"observation.state": observation["observation.state"].repeat_interleave(8, 0)}
     tried = imitated.act(several, torch.Generator().manual_seed(2)).actions.unflatten(0, (5, 8))
     nearest = (tried - BEST).square().flatten(2).mean(-1).argmin(1)
-    assert torch.equal(found, tried[torch.arange(5), nearest])
+    assert torch.equal(actions, tried[torch.arange(5), nearest])
 
 
 def test_of_one_decision_the_policy_is_as_it_came(imitated):
     policy = Idql(IdqlConfig()).wrap(imitated, lesson(), 0)
     assert isinstance(policy, BestOfPolicy) and isinstance(Idql(IdqlConfig()), Wraps)
-    seen = {"observation.state": torch.rand(3, 1, 1)}
+    observation = {"observation.state": torch.rand(3, 1, 1)}
     for sure in (False, True):
         own, alone = (
-            each.act(seen, torch.Generator().manual_seed(3), deterministic=sure).actions for each in (policy, imitated)
+            each.act(observation, torch.Generator().manual_seed(3), deterministic=sure).actions
+            for each in (policy, imitated)
         )
         assert torch.equal(own, alone)
 
@@ -80,9 +81,9 @@ def test_every_round_trusts_the_critic_further_and_a_refusal_asks_for_less(imita
     improver = Idql(IdqlConfig(candidates=4))
     policy = improver.wrap(copy.deepcopy(imitated), lesson(), 0)
     gate = Says(True, True, False, False)
-    found = improve_in_rounds(policy, lesson(), improver, gate, 4)
+    result = improve_in_rounds(policy, lesson(), improver, gate, 4)
     assert gate.asked == [4, 8, 16, 12], "4, twice as many, twice as many, and half as many more"
-    assert int(policy.count) == 8 and found.accepted == 2
+    assert int(policy.count) == 8 and result.accepted == 2
     assert distance(policy) < 0.5 * distance(imitated)
     refused = improver.wrap(copy.deepcopy(imitated), lesson(), 0)
     improve_in_rounds(refused, lesson(), improver, Says(False), 1)
@@ -105,9 +106,11 @@ def test_engines_compute_the_decisions_that_are_chosen_among(imitated):
     policy = BestOfPolicy(imitated, known.critic, known.interface, 4)
     fast = with_engine(policy, InferenceConfig("lean"))
     assert isinstance(fast, BestOfPolicy) and fast is not policy
-    seen = {"observation.state": torch.rand(6, 1, 1)}
+    observation = {"observation.state": torch.rand(6, 1, 1)}
     for sure in (False, True):
-        own, other = (each.act(seen, torch.Generator().manual_seed(4), deterministic=sure) for each in (policy, fast))
+        own, other = (
+            each.act(observation, torch.Generator().manual_seed(4), deterministic=sure) for each in (policy, fast)
+        )
         assert torch.allclose(own.actions, other.actions, atol=1e-5)
 
 

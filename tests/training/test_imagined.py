@@ -45,12 +45,14 @@ def test_all_imagined_successes_so_far_are_imitated_and_the_best_round_is_return
 
     monkeypatch.setattr(imagined, "record", recorded)
     monkeypatch.setattr(imagined, "pretrain", learned)
-    seen: list[tuple[float, dict]] = []
+    figures_of_rounds: list[tuple[float, dict]] = []
 
     def evaluate(actor, deterministic):
         figures = mean_reward(actor, deterministic)
         if deterministic:
-            seen.append((figures["success"], {name: value.clone() for name, value in actor.state_dict().items()}))
+            figures_of_rounds.append(
+                (figures["success"], {name: value.clone() for name, value in actor.state_dict().items()})
+            )
         return figures
 
     result = synthesise_and_imitate(
@@ -62,6 +64,6 @@ def test_all_imagined_successes_so_far_are_imitated_and_the_best_round_is_return
     assert 0 < kept[0] < ROLLOUTS, "some of them fail, or nothing is filtered"
     for number, episodes in enumerate(fitted):
         assert bool(episodes.success.all()) and len(episodes.lengths) == sum(kept[: number + 1])
-    assert seen[-1][0] > seen[0][0] + 0.2, "imitating successes raises success"
-    best = max(seen, key=lambda each: each[0])[1]
+    assert figures_of_rounds[-1][0] > figures_of_rounds[0][0] + 0.2, "imitating successes raises success"
+    best = max(figures_of_rounds, key=lambda each: each[0])[1]
     assert all(torch.equal(value, best[name]) for name, value in policy.state_dict().items())

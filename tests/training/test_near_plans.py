@@ -133,8 +133,8 @@ def test_clipping_around_the_average_is_the_gradient_of_the_decoupled_surrogate(
     assert bool((ratio > 1.05).any() & (ratio < 0.95).any())
     surrogate = torch.minimum(ratio * weight * advantage, ratio.clamp(0.95, 1.05) * weight * advantage).mean()
     expected = torch.autograd.grad(-surrogate, list(mine.parameters()))
-    for found, slow in zip(gradient_of(learner, rollouts), expected, strict=True):
-        torch.testing.assert_close(found, slow, atol=1e-6, rtol=1e-4)
+    for gradient, slow in zip(gradient_of(learner, rollouts), expected, strict=True):
+        torch.testing.assert_close(gradient, slow, atol=1e-6, rtol=1e-4)
 
 
 def tuned(config: FinetuneConfig, run: Path | None = None, guidance: Guidance | None = None) -> dict[str, torch.Tensor]:
@@ -177,11 +177,11 @@ class Pointing:
 @pytest.mark.checks("DAgger-LM")
 def test_teacher_and_learner_take_turns_at_random_and_the_teacher_less_and_less():
     turns = TeacherTurns(Pointing(), first=0.8, until=0.5)
-    learner, seen = ChainPolicy(), {STATE: torch.zeros(4000, 1, 2)}
+    learner, observation = ChainPolicy(), {STATE: torch.zeros(4000, 1, 2)}
     for done, share in ((0.0, 0.8), (0.125, 0.6), (0.25, 0.4), (0.375, 0.2), (0.5, 0.0), (0.9, 0.0)):
         turns.begin(done)
-        decision = turns(learner).act(seen, torch.Generator().manual_seed(0))
-        alone = learner.act(seen, torch.Generator().manual_seed(0))
+        decision = turns(learner).act(observation, torch.Generator().manual_seed(0))
+        alone = learner.act(observation, torch.Generator().manual_seed(0))
         taught = decision.latents["taught"]
         assert float(taught.float().mean()) == pytest.approx(share, abs=0.03)
         assert bool((decision.actions[taught] == 0.25).all())
@@ -216,8 +216,8 @@ def test_dagger_is_the_learners_own_loss_on_the_teachers_labels_of_every_state()
     labels = {"observation": {STATE: state}, "actions": torch.full((len(state), 1, 2), 0.25)}
     slow = 0.5 * mine.loss(labels, torch.Generator().manual_seed(3))["imitation"].mean()
     expected = torch.autograd.grad(slow, list(mine.parameters()))
-    found = gradient_of(learner_of(policy, config, teacher=Pointing()), rollouts)
-    for mean, one in zip(found, expected, strict=True):
+    gradients = gradient_of(learner_of(policy, config, teacher=Pointing()), rollouts)
+    for mean, one in zip(gradients, expected, strict=True):
         torch.testing.assert_close(mean, one, atol=1e-6, rtol=1e-4)
 
 
@@ -239,9 +239,9 @@ def test_the_whole_of_dagger_comes_to_its_teacher_and_survives_a_resume(tmp_path
     assert same(tuned(steady, guidance=guidance), tuned(steady, tmp_path / "parts", guidance))
     policy = ChainPolicy()
     policy.load_state_dict(whole)
-    seen = {STATE: torch.rand(64, 1, 2, generator=torch.Generator().manual_seed(0)) * 0.4 - 0.2}
+    observation = {STATE: torch.rand(64, 1, 2, generator=torch.Generator().manual_seed(0)) * 0.4 - 0.2}
     start, end = (
-        each.act(seen, torch.Generator().manual_seed(1), deterministic=True).actions - 0.25
+        each.act(observation, torch.Generator().manual_seed(1), deterministic=True).actions - 0.25
         for each in (ChainPolicy(), policy)
     )
     assert float(end.abs().mean()) < 0.3 * float(start.abs().mean())
@@ -260,8 +260,10 @@ class Guessing:
 
     def imagine(self, latent, actions):
         over = torch.zeros(len(actions), dtype=torch.bool)
-        seen = {STATE: latent["place"]}
-        return latent, Imagined(seen, {"reward": torch.zeros(len(actions))}, over, over, actions[:, 0].float().exp())
+        observation = {STATE: latent["place"]}
+        return latent, Imagined(
+            observation, {"reward": torch.zeros(len(actions))}, over, over, actions[:, 0].float().exp()
+        )
 
 
 @pytest.mark.checks("COPlanner")
@@ -439,8 +441,8 @@ def test_the_convex_penalty_lies_between_the_base_and_the_policy_before_the_upda
         ratio = (other.detach() - logp).clamp(-10, 10).exp()
         penalty = penalty + 0.2 * share * (ratio - 1 - ratio.log()).mean()
     expected = torch.autograd.grad(penalty, list(mine.parameters()))
-    for found, slow in zip(gradient_of(learner, rollouts), expected, strict=True):
-        torch.testing.assert_close(found, slow, atol=1e-6, rtol=1e-4)
+    for gradient, slow in zip(gradient_of(learner, rollouts), expected, strict=True):
+        torch.testing.assert_close(gradient, slow, atol=1e-6, rtol=1e-4)
 
 
 class Breaking(BanditWorld):

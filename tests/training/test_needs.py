@@ -83,16 +83,16 @@ def alone(entry: Mechanism) -> FinetuneConfig:
 @pytest.mark.parametrize("kind", ["denoising", "tokens"])
 @pytest.mark.parametrize("entry", mechanisms(), ids=lambda entry: f"{entry.slot.value}-{entry.name}")
 def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: str):
-    seen = Need.BLACKOUT_SCORES in entry.needs
+    reads_images = Need.BLACKOUT_SCORES in entry.needs
     world = SeeingWorld(4)
     make = denoising_policy if kind == "denoising" else token_policy
     scored = {"likelihood": Likelihood.MATCHING} if entry.needs & BY_MATCHING and kind == "denoising" else {}
-    policy = make(world, cameras=seen, **scored)
+    policy = make(world, cameras=reads_images, **scored)
     policy.prepare_finetuning()
     needs_teacher = entry.needs & {Need.TEACHER, Need.SAME_STEPS, Need.TEACHER_SCORES, Need.PREFERENCE}
     teacher = None
     if needs_teacher:
-        teacher = make(world, seed=1, cameras=seen)
+        teacher = make(world, seed=1, cameras=reads_images)
         teacher.prepare_finetuning()
     guidance = Guidance(
         teacher=teacher,
@@ -128,10 +128,10 @@ READS = {
 def test_what_a_need_stands_for_is_there_in_every_slot(slot: Slot, monkeypatch: pytest.MonkeyPatch):
     assert set(READS) == set(PROVIDERS)
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    found: dict[str, bool] = {}
+    finiteness: dict[str, bool] = {}
 
     def look(rollouts: Rollouts) -> None:
-        found.update({name: bool(rollouts.extras[name].isfinite().all()) for name in READS.values()})
+        finiteness.update({name: bool(rollouts.extras[name].isfinite().all()) for name in READS.values()})
 
     def advantage(rollouts, context):
         look(rollouts)
@@ -162,7 +162,7 @@ def test_what_a_need_stands_for_is_there_in_every_slot(slot: Slot, monkeypatch: 
         each.prepare_finetuning()
     config = replace(CONFIG, replay="remix", **{slot.value: ("looks",) if slot in SEVERAL else "looks"})
     finetune(policy, None, world, config, guidance=Guidance(teacher))
-    assert found == dict.fromkeys(READS.values(), True)
+    assert finiteness == dict.fromkeys(READS.values(), True)
 
 
 def test_a_misspelt_extra_fails_at_once_and_a_missing_one_says_what_to_declare():
@@ -193,10 +193,10 @@ def test_a_teacher_looks_for_itself_and_not_through_the_students_encoder(coeffic
     plain = teacher.log_prob
 
     def spy(observation, latents):
-        found = plain(observation, latents)
+        scores = plain(observation, latents)
         own = plain(observation, {name: value for name, value in latents.items() if not is_condition(name)})
-        expected.append(torch.equal(found.logp, own.logp))
-        return found
+        expected.append(torch.equal(scores.logp, own.logp))
+        return scores
 
     teacher.log_prob = spy
     auxiliaries = ("distill",) if coefficient == "none" else ()

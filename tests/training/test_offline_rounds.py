@@ -90,8 +90,8 @@ def test_weights_are_the_exponential_of_standardised_advantages():
     advantage = -(data.action - BEST).square().mean(1) + BEST**2
     standard = (advantage - advantage.mean()) / advantage.std(unbiased=False)
     expected = (2.0 * standard).exp().clamp(max=3.0)
-    found = imitation_weights(known, 2.0, 3.0)
-    assert torch.allclose(found, expected / expected.mean(), atol=1e-4)
+    weights = imitation_weights(known, 2.0, 3.0)
+    assert torch.allclose(weights, expected / expected.mean(), atol=1e-4)
     assert torch.allclose(imitation_weights(known, 0.0, 3.0), torch.ones(len(data)))
 
 
@@ -100,14 +100,14 @@ def test_decisions_made_anew_are_paid_min_q_minus_v_standardised(imitated):
     policy = copy.deepcopy(imitated)
     policy.prepare_finetuning()
     known = lesson()
-    found = decided_anew(policy, known, 64, Generators(0), version=3)
-    assert found.shape == (64, 1) and bool((found.policy_version == 3).all())
-    q = -(found.actions[:, 0, :, 0] - BEST).square().mean(1)
-    assert torch.allclose(found.extras["q"][:, 0], q, atol=1e-5)
+    rollouts = decided_anew(policy, known, 64, Generators(0), version=3)
+    assert rollouts.shape == (64, 1) and bool((rollouts.policy_version == 3).all())
+    q = -(rollouts.actions[:, 0, :, 0] - BEST).square().mean(1)
+    assert torch.allclose(rollouts.extras["q"][:, 0], q, atol=1e-5)
     raw = q + BEST**2
     standard = (raw - raw.mean()) / (raw.std(unbiased=False) + 1e-6)
-    advantage = found.extras["advantage"]
-    assert torch.allclose(advantage, torch.where(found.mask, standard[:, None, None], 0.0), atol=1e-4)
+    advantage = rollouts.extras["advantage"]
+    assert torch.allclose(advantage, torch.where(rollouts.mask, standard[:, None, None], 0.0), atol=1e-4)
 
 
 @dataclass
@@ -119,8 +119,8 @@ class Knowing:
     independent: bool = True
 
     def values(self, policy):
-        seen = {"observation.state": torch.linspace(0, 1, 64)[:, None, None], TASK: [""] * 64}
-        actions = policy.act(seen, torch.Generator().manual_seed(5)).actions
+        observation = {"observation.state": torch.linspace(0, 1, 64)[:, None, None], TASK: [""] * 64}
+        actions = policy.act(observation, torch.Generator().manual_seed(5)).actions
         return -self.sign * (actions - BEST).square().mean((1, 2)).double().numpy()
 
 
@@ -131,17 +131,17 @@ SMALL = BestOf(BestOfConfig(candidates=8, observations=100, steps=40, learning_r
 def test_refused_candidates_leave_nothing_behind_and_steps_become_smaller(imitated):
     policy = copy.deepcopy(imitated)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    found = improve_in_rounds(policy, lesson(), copy.deepcopy(SMALL), Gate([Knowing(-1.0)]), 3)
-    assert found.accepted == 0 and [record["step_size"] for record in found.records] == [1.0, 0.5, 0.25]
+    result = improve_in_rounds(policy, lesson(), copy.deepcopy(SMALL), Gate([Knowing(-1.0)]), 3)
+    assert result.accepted == 0 and [record["step_size"] for record in result.records] == [1.0, 0.5, 0.25]
     assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
-    assert all(line.startswith("rejected round") and "worse" in line for line in found.lines)
+    assert all(line.startswith("rejected round") and "worse" in line for line in result.lines)
 
 
 @pytest.mark.long
 def test_accepted_candidates_replace_the_incumbent_and_without_a_gate_all_do(imitated):
     policy, free = copy.deepcopy(imitated), copy.deepcopy(imitated)
-    found = improve_in_rounds(policy, lesson(), copy.deepcopy(SMALL), Gate([Knowing()]), 2)
-    assert found.accepted >= 1 and distance(policy) < distance(imitated)
+    result = improve_in_rounds(policy, lesson(), copy.deepcopy(SMALL), Gate([Knowing()]), 2)
+    assert result.accepted >= 1 and distance(policy) < distance(imitated)
     assert improve_in_rounds(free, lesson(), copy.deepcopy(SMALL), None, 2).accepted == 2
 
 
@@ -151,9 +151,9 @@ def test_a_run_that_was_cut_off_ends_in_the_same_place(imitated, tmp_path):
     improve_in_rounds(whole, lesson(), copy.deepcopy(SMALL), Gate([Knowing()]), 2, run=RunFolder(tmp_path / "whole"))
     run = RunFolder(tmp_path / "parts")
     improve_in_rounds(parts, lesson(), copy.deepcopy(SMALL), Gate([Knowing()]), 1, run=run)
-    found = improve_in_rounds(again, lesson(), copy.deepcopy(SMALL), Gate([Knowing()]), 2, run=run)
+    result = improve_in_rounds(again, lesson(), copy.deepcopy(SMALL), Gate([Knowing()]), 2, run=run)
     assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), again.parameters(), strict=True))
-    assert [record["round"] for record in run.metrics()] == [1, 2] and len(found.records) == 2
+    assert [record["round"] for record in run.metrics()] == [1, 2] and len(result.records) == 2
     assert (run.path / "base" / "config.json").exists() and (run.checkpoint / "config.json").exists()
 
 

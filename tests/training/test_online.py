@@ -81,21 +81,21 @@ def test_nothing_is_learned_before_the_warm_up_is_full_and_the_frozen_policy_pla
     policy, world, counts = acting(), StepsWorld(), []
     update = policy.agent.update
     monkeypatch.setattr(policy.agent, "update", lambda *given: counts.append(world.stepped) or update(*given))
-    found = learn_online(policy, world, always(0.25), QUICK)
+    result = learn_online(policy, world, always(0.25), QUICK)
     assert counts and min(counts) >= QUICK.warmup
     decided = np.concatenate([chunk[:, :, 0] for chunk in world.actions])
     before = QUICK.warmup // CHUNK
     assert np.allclose(decided[:before], 0.25), "the warm-up is the frozen policy's"
     assert not np.isclose(decided[before:], 0.25).any(), "what follows is the agent's"
-    assert found.updates == len(counts) == (QUICK.steps - QUICK.warmup) // CHUNK + world.batch_size
+    assert result.updates == len(counts) == (QUICK.steps - QUICK.warmup) // CHUNK + world.batch_size
 
 
 @pytest.mark.checks("WSRL")
 def test_a_warm_up_that_never_ends_changes_nothing():
     policy = acting()
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    found = learn_online(policy, StepsWorld(), always(0.25), replace(QUICK, warmup=1000))
-    assert found.updates == 0 and found.env_steps == QUICK.steps
+    result = learn_online(policy, StepsWorld(), always(0.25), replace(QUICK, warmup=1000))
+    assert result.updates == 0 and result.env_steps == QUICK.steps
     assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
 
 
@@ -124,9 +124,9 @@ def test_recorded_data_that_is_asked_for_must_be_there():
 @pytest.mark.parametrize("steps", [0, 1, 7, 50, 51, 97])
 def test_the_budget_is_never_exceeded_and_used_up_to_a_chunk(steps):
     world = StepsWorld(rows=5, horizon=7)
-    found = learn_online(acting(), world, always(0.0), replace(QUICK, steps=steps, warmup=10))
-    assert found.env_steps <= steps and steps - found.env_steps < CHUNK
-    assert len(set(world.played)) >= found.episodes or steps < CHUNK
+    result = learn_online(acting(), world, always(0.0), replace(QUICK, steps=steps, warmup=10))
+    assert result.env_steps <= steps and steps - result.env_steps < CHUNK
+    assert len(set(world.played)) >= result.episodes or steps < CHUNK
 
 
 @pytest.mark.parametrize(("end", "horizon"), [(0.55, 50), (None, 5)])
@@ -179,10 +179,10 @@ def test_evaluations_show_the_dip_and_are_those_asked_for():
         asked.append(policy)
         return {"success": next(successes)}
 
-    found = learn_online(acting(), StepsWorld(), always(0.0), config, evaluate=evaluate)
-    assert [record["updates"] for record in found.evaluations] == [0, 1, 10, found.updates]
-    assert found.evaluations[0]["env_steps"] >= config.warmup
-    assert found.dip() == pytest.approx(0.3)
+    result = learn_online(acting(), StepsWorld(), always(0.0), config, evaluate=evaluate)
+    assert [record["updates"] for record in result.evaluations] == [0, 1, 10, result.updates]
+    assert result.evaluations[0]["env_steps"] >= config.warmup
+    assert result.dip() == pytest.approx(0.3)
 
 
 def test_the_switch_forgets_moments_and_conservatism_unless_it_is_told_not_to():
@@ -289,21 +289,23 @@ def observation(count=5):
 @pytest.mark.parametrize("kind", [PolicyKind.DIFFUSION, PolicyKind.FLOW])
 def test_noise_as_the_base_draws_it_is_the_bases_decision(kind):
     base = denoising(kind)
-    policy, seen = steering(base, bound=8.0), observation()
-    expected = base.act(seen, torch.Generator().manual_seed(3), deterministic=True).actions
+    policy, first_observation = steering(base, bound=8.0), observation()
+    expected = base.act(first_observation, torch.Generator().manual_seed(3), deterministic=True).actions
     noise = torch.randn(5, 3, 1, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(policy.decide(seen, noise), expected)
+    assert torch.equal(policy.decide(first_observation, noise), expected)
     flat = policy.interface.to_agent(noise)
-    assert float(flat.abs().max()) < 1 and torch.allclose(policy.actions_of(seen, flat), expected, atol=1e-5)
-    drawn = plays_noise(policy)(seen, torch.zeros(5, 1), torch.Generator().manual_seed(3))
+    assert float(flat.abs().max()) < 1 and torch.allclose(
+        policy.actions_of(first_observation, flat), expected, atol=1e-5
+    )
+    drawn = plays_noise(policy)(first_observation, torch.zeros(5, 1), torch.Generator().manual_seed(3))
     assert torch.equal(drawn, flat)
 
 
 @pytest.mark.checks("DSRL")
 def test_steering_stays_in_its_box_and_leaves_the_base_alone():
-    policy, seen = steering(bound=1.5), observation(50)
+    policy, first_observation = steering(bound=1.5), observation(50)
     assert policy.interface.chunks(torch.ones(1, 3)).flatten().tolist() == [1.5] * 3
-    wild = plays_noise(policy)(seen, torch.zeros(500, 1), torch.Generator().manual_seed(0))
+    wild = plays_noise(policy)(first_observation, torch.zeros(500, 1), torch.Generator().manual_seed(0))
     assert float(wild.abs().max()) == 1.0, "noise beyond the box is brought to its edge"
     before = {name: value.clone() for name, value in policy.base.state_dict().items()}
     learn_online(policy, StepsWorld(), plays_noise(policy), QUICK)
@@ -313,31 +315,36 @@ def test_steering_stays_in_its_box_and_leaves_the_base_alone():
 
 def test_a_base_acts_until_it_is_steered():
     base = denoising()
-    policy, seen = steering(base, steers=False), observation()
+    policy, first_observation = steering(base, steers=False), observation()
     for sure in (False, True):
-        own = base.act(seen, torch.Generator().manual_seed(1), deterministic=sure).actions
-        assert torch.equal(policy.act(seen, torch.Generator().manual_seed(1), deterministic=sure).actions, own)
+        own = base.act(first_observation, torch.Generator().manual_seed(1), deterministic=sure).actions
+        assert torch.equal(
+            policy.act(first_observation, torch.Generator().manual_seed(1), deterministic=sure).actions, own
+        )
     policy.begin_to_act()
-    first, again = (policy.act(seen, torch.Generator().manual_seed(seed), deterministic=True) for seed in (1, 2))
+    first, again = (
+        policy.act(first_observation, torch.Generator().manual_seed(seed), deterministic=True) for seed in (1, 2)
+    )
     assert torch.equal(first.actions, again.actions), "what the agent does without noise is one thing"
 
 
 @pytest.mark.parametrize("kind", list(PolicyKind))
 @pytest.mark.parametrize("steers", [True, False])
 def test_an_engine_computes_what_a_steered_policy_does(kind, steers, tmp_path):
-    policy, seen = steering(denoising(kind), steers=steers), observation()
+    policy, first_observation = steering(denoising(kind), steers=steers), observation()
     policy.save(tmp_path)
     fast = load_acting(InferenceSection("lean"), tmp_path)
     assert isinstance(fast, SteeredPolicy) and fast is not policy
     for sure in (False, True):
         own, lean = (
-            each.act(seen, torch.Generator().manual_seed(3), deterministic=sure).actions for each in (policy, fast)
+            each.act(first_observation, torch.Generator().manual_seed(3), deterministic=sure).actions
+            for each in (policy, fast)
         )
         assert torch.allclose(own, lean, atol=1e-5), (sure, float((own - lean).abs().max()))
     few = load_acting(
         InferenceSection("lean", sampler="euler" if kind is PolicyKind.FLOW else "ddim", steps=1), tmp_path
     )
-    other = few.act(seen, torch.Generator().manual_seed(3), deterministic=True).actions
+    other = few.act(first_observation, torch.Generator().manual_seed(3), deterministic=True).actions
     assert not torch.allclose(other, own, atol=1e-3), "one step is not three"
     assert with_engine(policy, InferenceConfig("reference")) is policy
 
@@ -405,9 +412,13 @@ def does_anything() -> DenoisingPolicy:
     policy, draws = denoising(), torch.Generator().manual_seed(0)
     optimiser = torch.optim.Adam(policy.parameters(), 3e-3)
     for _ in range(150):
-        seen = {STATE: torch.rand(64, 1, 1, generator=draws) * 2 - 1, TASK: [""] * 64}
+        first_observation = {STATE: torch.rand(64, 1, 1, generator=draws) * 2 - 1, TASK: [""] * 64}
         actions = (torch.rand(64, 1, 1, generator=draws) * 2 - 1).expand(-1, 3, -1)
-        batch = {"observation": seen, "actions": actions, "action_valid": torch.ones(64, 3, dtype=torch.bool)}
+        batch = {
+            "observation": first_observation,
+            "actions": actions,
+            "action_valid": torch.ones(64, 3, dtype=torch.bool),
+        }
         optimiser.zero_grad()
         policy.loss(batch, draws)["denoising"].mean().backward()
         optimiser.step()
@@ -432,6 +443,6 @@ def test_it_learns(kind):
         player.start_wave(np.arange(64))
         return {"return": float(sum(played.step.reward.sum() for played in player)) / 64}
 
-    found = learn_online(policy, world, frozen, config, evaluate=earned)
-    before, after = (found.evaluations[place]["deterministic_return"] for place in (0, -1))
+    result = learn_online(policy, world, frozen, config, evaluate=earned)
+    before, after = (result.evaluations[place]["deterministic_return"] for place in (0, -1))
     assert before < -1.3 and after > -0.9, (before, after)

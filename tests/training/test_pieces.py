@@ -73,7 +73,7 @@ def learned(kind: str, changes: dict, rows: int, monkeypatch) -> tuple[dict[str,
     torch.manual_seed(0)
     critic = state_critic(world.spec.observation, 1, width=8, instructions=world.spec.instructions)
     torch.nn.init.normal_(critic.layers[-1].weight)
-    found, at_once, plain, score = {}, set(), Learner.update, type(policy).log_prob
+    results, at_once, plain, score = {}, set(), Learner.update, type(policy).log_prob
 
     def watched(self, observation, latents):
         if torch.is_grad_enabled() and self is policy:
@@ -86,10 +86,10 @@ def learned(kind: str, changes: dict, rows: int, monkeypatch) -> tuple[dict[str,
             for weight in self.parameters:
                 weight.add_(0.05 * torch.randn(weight.shape, generator=draws))
         at_once.clear()
-        found["figures"] = plain(self, *arguments, **options)
+        results["figures"] = plain(self, *arguments, **options)
         weights = [*self.parameters, *self.critic_parameters]
-        found["gradients"] = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
-        return found["figures"]
+        results["gradients"] = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+        return results["figures"]
 
     # One minibatch an update: after a step Adam would make much of the rounding of gradients that are next to zero.
     settings = {"target_kl": None, "minibatch": 1000, "minibatch_episodes": 1000, "micro_batch": rows, **changes}
@@ -99,7 +99,7 @@ def learned(kind: str, changes: dict, rows: int, monkeypatch) -> tuple[dict[str,
         patched.setattr(Learner, "update", update)
         patched.setattr(QEnsemble, "values", lambda self, observation: torch.full((len(observation[STATE]),), -9.0))
         finetune(policy, critic, world, config, guidance=Guidance(teacher))
-    return found["figures"], found["gradients"], set(at_once)
+    return results["figures"], results["gradients"], set(at_once)
 
 
 def require_equal(kind: str, changes: dict, rows: int, monkeypatch) -> None:
@@ -159,13 +159,13 @@ def test_scores_and_gradients_are_those_of_the_whole(kind, rows, at_once):
     policy = POLICIES[kind]
     observation = seen(policy, rows)
     latents = policy.act(observation, torch.Generator().manual_seed(3)).latents
-    found: list[tuple[Scores, torch.Tensor]] = []
+    results_of_pieces: list[tuple[Scores, torch.Tensor]] = []
     for size in (0, at_once):
         with in_pieces(size):
             scores = scores_of(policy, observation, latents)
         loss = scores.logp.square().mean() + scores.entropy.mean() + sum(e.mean() for e in scores.extras.values())
-        found.append((scores, gradient(policy, loss)))
-    (whole, expected), (parts, again) = found
+        results_of_pieces.append((scores, gradient(policy, loss)))
+    (whole, expected), (parts, again) = results_of_pieces
     for name in ("logp", "entropy"):
         torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-5, atol=1e-6)
     assert set(parts.extras) == set(whole.extras)
@@ -183,7 +183,7 @@ def test_a_loss_in_pieces_is_computed_again_from_the_same_draws():
     }
     with in_pieces(4):
         losses = loss_of(policy, batch, torch.Generator().manual_seed(0))["denoising"]
-    found = gradient(policy, losses.sum())
+    surrogate_gradient = gradient(policy, losses.sum())
     seeds = torch.randint(2**62, (2,), generator=torch.Generator().manual_seed(0)).tolist()
     expected = []
     for part, seed in zip((slice(0, 4), slice(4, 6)), seeds, strict=True):
@@ -192,7 +192,7 @@ def test_a_loss_in_pieces_is_computed_again_from_the_same_draws():
         expected.append(policy.loss(piece, torch.Generator().manual_seed(seed))["denoising"])
     expected = torch.cat(expected)
     assert torch.equal(losses, expected)
-    torch.testing.assert_close(found, gradient(policy, expected.sum()))
+    torch.testing.assert_close(surrogate_gradient, gradient(policy, expected.sum()))
 
 
 def test_values_of_a_critic_are_those_of_the_whole():
@@ -278,11 +278,11 @@ def test_pretraining_in_pieces_takes_the_steps_of_whole_batches(kind, monkeypatc
         )
 
     whole, weights, _ = learned(0)
-    loss, found, at_once = learned(4)
+    loss, learned_weights, at_once = learned(4)
     assert at_once == {4, 2}
     if kind == "tokens":
         assert loss == pytest.approx(whole, rel=1e-5)
-        assert float((found - weights).abs().mean()) < 1e-5
+        assert float((learned_weights - weights).abs().mean()) < 1e-5
     else:
         assert math.isfinite(loss) and loss != whole
 

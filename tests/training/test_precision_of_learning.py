@@ -57,9 +57,9 @@ def _gradient(policy, observation, latents, precision) -> tuple[torch.Tensor, to
         logp = policy.log_prob(observation, latents).logp
     with backward_in(precision):
         (logp * torch.linspace(-1, 1, logp.numel()).view_as(logp)).sum().backward()
-    found = [weight.grad for weight in weights if weight.grad is not None]
-    assert {item.dtype for item in found} == {torch.float32}
-    return logp.detach(), torch.cat([item.flatten() for item in found])
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    assert {item.dtype for item in gradients} == {torch.float32}
+    return logp.detach(), torch.cat([item.flatten() for item in gradients])
 
 
 @needs_bf16
@@ -89,13 +89,13 @@ def test_backward_alone_leaves_scores_as_they_are_and_gradients_nearly():
     policy.prepare_finetuning(2)
     observation = _seen(64)
     latents = policy.act(observation, torch.Generator().manual_seed(3)).latents
-    found = {name: _gradient(policy, observation, latents, name) for name in ("fp32", "bf16_backward", "bf16")}
-    logp, gradient = found["fp32"]
-    assert torch.equal(found["bf16_backward"][0], logp)
-    assert not torch.equal(found["bf16"][0], logp)
+    results = {name: _gradient(policy, observation, latents, name) for name in ("fp32", "bf16_backward", "bf16")}
+    logp, gradient = results["fp32"]
+    assert torch.equal(results["bf16_backward"][0], logp)
+    assert not torch.equal(results["bf16"][0], logp)
     for name in ("bf16_backward", "bf16"):
-        assert not torch.equal(found[name][1], gradient)
-        assert float(torch.cosine_similarity(found[name][1], gradient, 0)) > 0.999
+        assert not torch.equal(results[name][1], gradient)
+        assert float(torch.cosine_similarity(results[name][1], gradient, 0)) > 0.999
 
 
 @needs_bf16
@@ -103,12 +103,12 @@ def test_only_the_hidden_layers_of_a_critic_are_lowered():
     critic, observation = state_critic(FIELDS, 1, width=32), _seen(50)
     torch.nn.init.normal_(critic.layers[-1].weight)
     exact = critic(observation).detach()
-    seen: list[torch.dtype] = []
-    critic.layers[-1].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    dtypes: list[torch.dtype] = []
+    critic.layers[-1].register_forward_pre_hook(lambda module, inputs: dtypes.append(inputs[0].dtype))
     with learning_in("bf16"):
         values = critic(observation).detach()
     assert values.dtype == torch.float32
-    assert seen == [torch.float32]
+    assert dtypes == [torch.float32]
     assert 0 < float((values - exact).abs().max()) < 0.05 * float(exact.abs().max())
 
 
@@ -173,10 +173,10 @@ def test_regression_in_bfloat16_ends_where_fp32_does():
 
     exact, weights = learned("fp32")
     for precision in ("bf16", "bf16_backward"):
-        loss, found = learned(precision)
+        loss, learned_weights = learned(precision)
         assert loss == pytest.approx(exact, rel=0.02)
-        assert found.dtype == torch.float32
-        assert not torch.equal(found, weights)
+        assert learned_weights.dtype == torch.float32
+        assert not torch.equal(learned_weights, weights)
 
 
 def test_a_policy_that_cannot_be_lowered_is_refused_but_learns_backward():

@@ -97,7 +97,7 @@ def test_the_loss_is_that_of_the_clipped_surrogate_with_an_advantage_of_minus_on
 
 def kept_run(folder: Path, iterations: int) -> tuple[ChainPolicy, list[dict], list[Rollouts]]:
     """Train with two iterations kept; return the policy, its records, and what it learned from."""
-    seen: list[Rollouts] = []
+    rollouts_seen: list[Rollouts] = []
     policy, world = ChainPolicy(), BanditWorld(16)
     config = replace(
         CONFIG,
@@ -111,27 +111,27 @@ def kept_run(folder: Path, iterations: int) -> tuple[ChainPolicy, list[dict], li
     collect = PropsCollector.collect
 
     def spy(self: PropsCollector, iteration: int) -> Rollouts:
-        seen.append(collect(self, iteration))
-        return seen[-1]
+        rollouts_seen.append(collect(self, iteration))
+        return rollouts_seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PropsCollector, "collect", spy)
         finetune(policy, None, world, config, RunFolder(folder))
-    return policy, RunFolder(folder).metrics()[1:], seen
+    return policy, RunFolder(folder).metrics()[1:], rollouts_seen
 
 
 @pytest.mark.long
 @pytest.mark.checks("PROPS")
 def test_past_iterations_come_back_as_the_policys_own_and_count_once(tmp_path: Path):
-    policy, records, seen = kept_run(tmp_path / "whole", 6)
-    assert [len(found.group) for found in seen] == [16, 32, 48, 48, 48, 48], "two iterations are kept"
-    assert [len(found.fresh.group) for found in seen] == [16] * 6
-    for before, now in pairwise(seen):
+    policy, records, iterations = kept_run(tmp_path / "whole", 6)
+    assert [len(rollouts.group) for rollouts in iterations] == [16, 32, 48, 48, 48, 48], "two iterations are kept"
+    assert [len(rollouts.fresh.group) for rollouts in iterations] == [16] * 6
+    for before, now in pairwise(iterations):
         old = now.take(now.extras["replayed"][:, 0].nonzero().squeeze(1))
         torch.testing.assert_close(old.actions[-16:], before.fresh.actions, rtol=0, atol=0)
         assert not torch.equal(old.logp_behaviour[-16:], before.fresh.logp_behaviour), "scored by the policy of now"
     assert [record["episodes"] for record in records] == [16.0] * 6
-    assert records[-1]["env_steps"] == sum(int(found.fresh.duration.sum()) for found in seen)
+    assert records[-1]["env_steps"] == sum(int(rollouts.fresh.duration.sum()) for rollouts in iterations)
 
     kept_run(tmp_path / "parts", 2)
     resumed, again, _ = kept_run(tmp_path / "parts", 6)

@@ -142,10 +142,10 @@ def test_guidance_goes_from_what_is_done_unasked_beyond_what_is_done_for_positiv
 @pytest.mark.long
 def test_it_does_better_than_imitation_of_the_same_data(imitated, tmp_path):
     policy, plain = copy.deepcopy(imitated), copy.deepcopy(imitated)
-    found = improve_in_rounds(
+    result = improve_in_rounds(
         policy, lesson(), Recap(RecapConfig(steps=100, learning_rate=2e-3)), None, 1, run=RunFolder(tmp_path)
     )
-    assert found.records[0]["positive"] == pytest.approx(0.3, abs=0.01)
+    assert result.records[0]["positive"] == pytest.approx(0.3, abs=0.01)
     same = WeightedImitation(WeightedImitationConfig(steps=100, learning_rate=2e-3, temperature=0.0))
     same.improve(plain, lesson(), Generators(0), 1.0, "round 1")
     assert distance(policy) < 0.7 * distance(plain)
@@ -154,18 +154,18 @@ def test_it_does_better_than_imitation_of_the_same_data(imitated, tmp_path):
 
 @pytest.mark.checks("RECAP")
 def test_the_indicator_is_hidden_from_a_share_of_what_is_learned(imitated, monkeypatch):
-    policy, said = copy.deepcopy(imitated), []
+    policy, batches = copy.deepcopy(imitated), []
     improver, known = Recap(RecapConfig(steps=8, indicator_dropout=0.25)), lesson()
     improver.prepare(policy)
     learn = DenoisingPolicy.loss
 
     def listening(self, batch, generator):
-        said.append((batch["observation"][IMPROVEMENT], batch["actions"]))
+        batches.append((batch["observation"][IMPROVEMENT], batch["actions"]))
         return learn(self, batch, generator)
 
     monkeypatch.setattr(DenoisingPolicy, "loss", listening)
     improver.improve(policy, known, Generators(0), 1.0, "round 1")
-    told, actions = (torch.cat(each) for each in zip(*said, strict=True))
+    told, actions = (torch.cat(each) for each in zip(*batches, strict=True))
     assert float((told == Improvement.NONE).float().mean()) == pytest.approx(0.25, abs=0.03)
     assert float((told == Improvement.POSITIVE).float().mean()) == pytest.approx(0.75 * 0.3, abs=0.03)
     far = (actions - BEST).abs().mean((1, 2))
@@ -191,8 +191,8 @@ def test_filtered_imitation_is_shown_the_better_share_alone_and_learns_from_it(i
     settings = FilteredImitationConfig(steps=100, learning_rate=2e-3, advantage="critic")
     figures = FilteredImitation(settings).improve(policy, known, Generators(0), 1.0, "round 1")
     assert figures["positive"] == pytest.approx(0.3, abs=0.01)
-    found = -(torch.cat(shown)[:, : policy.spec.chunk] - BEST).square().mean((1, 2))
-    assert found.min() >= torch.quantile(worth, 0.7) - 1e-6
+    values = -(torch.cat(shown)[:, : policy.spec.chunk] - BEST).square().mean((1, 2))
+    assert values.min() >= torch.quantile(worth, 0.7) - 1e-6
     assert distance(policy) < 0.7 * distance(imitated)
 
 

@@ -58,14 +58,14 @@ def conditions(latents) -> list[str]:
 
 def by_hand(policy: Any, rollouts: Any) -> Tensor:
     """Score decisions one by one from what the world showed, with nothing that anybody kept: [B, T, K]."""
-    found = torch.zeros(rollouts.mask.shape)
+    logp = torch.zeros(rollouts.mask.shape)
     for row, column in rollouts.alive.nonzero().tolist():
-        seen = {key: value[row, column][None] for key, value in rollouts.observation.items()}
-        seen[CAMERA] = rollouts.images.read(rollouts.images.seen[row, column][None])[CAMERA]
-        seen["task"] = [INSTRUCTIONS[int(rollouts.task[row, column])]]
+        observation = {key: value[row, column][None] for key, value in rollouts.observation.items()}
+        observation[CAMERA] = rollouts.images.read(rollouts.images.seen[row, column][None])[CAMERA]
+        observation["task"] = [INSTRUCTIONS[int(rollouts.task[row, column])]]
         latents = {"chain": rollouts.latents["chain"][row, column][None]}
-        found[row, column] = policy.log_prob(seen, latents).logp.detach()
-    return found
+        logp[row, column] = policy.log_prob(observation, latents).logp.detach()
+    return logp
 
 
 def test_images_are_stored_and_no_conditions(stored):
@@ -95,12 +95,12 @@ def test_older_pairs_beside_todays_are_scored_by_the_encoder_of_who_learns(store
     plain = Preferences.mix
 
     def spy(self, rollouts, context):
-        found = plain(self, rollouts, context)
-        scores, wanted = rescored(found, policy, INSTRUCTIONS)[0], by_hand(policy, found)
-        torch.testing.assert_close(scores[found.mask], wanted[found.mask], atol=1e-4, rtol=1e-4)
-        mixed.append((len(found.group) - len(rollouts.group), bool(conditions(found.latents))))
+        scored_rollouts = plain(self, rollouts, context)
+        scores, wanted = rescored(scored_rollouts, policy, INSTRUCTIONS)[0], by_hand(policy, scored_rollouts)
+        torch.testing.assert_close(scores[scored_rollouts.mask], wanted[scored_rollouts.mask], atol=1e-4, rtol=1e-4)
+        mixed.append((len(scored_rollouts.group) - len(rollouts.group), bool(conditions(scored_rollouts.latents))))
         assert not any(conditions(part.latents) for _, part in self.kept)
-        return found
+        return scored_rollouts
 
     monkeypatch.setattr(Preferences, "mix", spy)
     options = {**CONFIG.options, "preferences": {"share": 1.0, "folder": str(stored)}}

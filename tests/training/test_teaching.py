@@ -68,23 +68,23 @@ SEEING = replace(
 def taught(folder, config: TeachConfig = CONFIG, **shown):
     world = make_world("push_cube", 8, **shown)
     teacher = Teacher(says=Constant(0.25), plays=lambda _: Constant(0.75))
-    found = teach(teacher, world, student_for, load_policy, config, RunFolder(folder), seed=3)
+    result = teach(teacher, world, student_for, load_policy, config, RunFolder(folder), seed=3)
     world.close()
-    return found
+    return result
 
 
 def test_the_teachers_share_shrinks_and_it_labels_whoever_plays(tmp_path, monkeypatch):
-    seen, imitate = [], teaching.imitate
+    episode_lists, imitate = [], teaching.imitate
     monkeypatch.setattr(
-        teaching, "imitate", lambda *args: (seen.append(Episodes.concatenate(args[1])), imitate(*args))[1]
+        teaching, "imitate", lambda *args: (episode_lists.append(Episodes.concatenate(args[1])), imitate(*args))[1]
     )
-    found = taught(tmp_path)
-    assert [len(episodes) for episodes in seen] == [8, 16, 24]  # everything so far
-    last = seen[-1]
+    result = taught(tmp_path)
+    assert [len(episodes) for episodes in episode_lists] == [8, 16, 24]  # everything so far
+    last = episode_lists[-1]
     assert (last.labels == 0.25).all() and last.labels.shape[1:] == (2, 2)
     by_teacher = torch.stack([(last.select([number]).actions == 0.75).all() for number in range(24)])
     assert by_teacher.tolist() == [True] * 8 + [True] * 4 + [False] * 4 + [True] * 2 + [False] * 6
-    assert found.env_steps == last.step_count == sum(row["played_steps"] for row in found.rounds)
+    assert result.env_steps == last.step_count == sum(row["played_steps"] for row in result.rounds)
     records = RunFolder(tmp_path).metrics()
     assert [row["round"] for row in records] == [0, 1, 2]
     assert [row["student_episodes"] for row in records] == [0, 4, 6]
@@ -202,11 +202,11 @@ def test_a_student_that_would_execute_more_than_it_is_told_is_refused():
 def test_the_experts_noise_of_a_round_does_not_depend_on_the_rounds_before():
     config = compose(["world=push_cube", "run.seed=3"])
     world = make_world("push_cube", 2)
-    seen = world.reset(seeds=[0, 1])
-    played = [the_expert(config, world, None).plays(number).act(seen) for number in (0, 1, 1)]
+    observation = world.reset(seeds=[0, 1])
+    played = [the_expert(config, world, None).plays(number).act(observation) for number in (0, 1, 1)]
     teacher = the_expert(config, world, None)
-    teacher.plays(0).act(seen)
-    assert np.array_equal(played[1], played[2]) and np.array_equal(teacher.plays(1).act(seen), played[1])
+    teacher.plays(0).act(observation)
+    assert np.array_equal(played[1], played[2]) and np.array_equal(teacher.plays(1).act(observation), played[1])
     assert not np.array_equal(played[0], played[1])
     world.close()
 

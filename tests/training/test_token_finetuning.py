@@ -109,8 +109,8 @@ def test_a_student_comes_nearer_to_its_teacher(auxiliary: str):
         observation = to_tensors(world.reset(seeds=range(6)))
         decision = teacher.act(observation, generator)
         with torch.no_grad():
-            told, said = (each.log_prob(observation, decision.latents) for each in (teacher, student))
-        p, q = (item.extras["log_probabilities"] for item in (told, said))
+            told, student_scores = (each.log_prob(observation, decision.latents) for each in (teacher, student))
+        p, q = (item.extras["log_probabilities"] for item in (told, student_scores))
         return float((p.exp() * (p - q)).sum(-1).mean())
 
     before = distance()

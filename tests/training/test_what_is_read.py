@@ -67,10 +67,10 @@ def train(data, root, *arguments):
 def test_nan_is_named_by_column_element_and_episode_before_any_fitting(tmp_path, capsys):
     damaged(tmp_path / "data", STATE, 7, 1, float("nan"))
     status, result = train(tmp_path / "data", tmp_path / "runs")
-    said = " ".join(capsys.readouterr().err.split())
+    output = " ".join(capsys.readouterr().err.split())
     assert (status, result) == (2, None)
-    assert "observation.state: 1 of 18 rows contain NaN or infinity (vx; episodes 1)" in said
-    assert "robopolicy doctor" in said
+    assert "observation.state: 1 of 18 rows contain NaN or infinity (vx; episodes 1)" in output
+    assert "robopolicy doctor" in output
     assert not list((tmp_path / "runs").glob("train/*/*/metrics.jsonl"))
 
 
@@ -104,24 +104,24 @@ def test_train_says_what_it_reads_and_what_it_leaves_out(tmp_path, capsys):
     assert (read["instructions"], read["reads_text"]) == (["lift", "push"], False)
     assert result["training_steps"] == 20
     assert set(result["first_losses"]) == set(result["losses"]) == {"denoising"}
-    said = " ".join(capsys.readouterr().out.split())
-    assert "3 episodes, 15 frames" in said
-    assert "Skipped: observation.effort (not read by the policy; built-in policies read" in said
-    assert "tactile (float32 [4]; only observation.* and action are read)" in said
-    assert "observation.note (its values are of type string" in said
-    assert "Instructions: 2, 'lift', 'push': the policy reads no text" in said
-    assert "policy.text_encoder=words makes the policy read them" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "3 episodes, 15 frames" in output
+    assert "Skipped: observation.effort (not read by the policy; built-in policies read" in output
+    assert "tactile (float32 [4]; only observation.* and action are read)" in output
+    assert "observation.note (its values are of type string" in output
+    assert "Instructions: 2, 'lift', 'push': the policy reads no text" in output
+    assert "policy.text_encoder=words makes the policy read them" in output
     first, last = result["first_losses"]["denoising"], result["losses"]["denoising"]
     assert first != last
-    assert f"Loss 'denoising': {first:.4g} at first, {last:.4g} at the end Training steps: 20" in said
+    assert f"Loss 'denoising': {first:.4g} at first, {last:.4g} at the end Training steps: 20" in output
 
 
 def test_a_policy_with_a_text_encoder_reads_the_instructions(tmp_path, capsys):
     write_dataset(made(), tmp_path / "data")
     status, result = train(tmp_path / "data", tmp_path / "runs", "policy.text_encoder=words")
     assert status == 0 and result["read"]["reads_text"] is True and "task" in result["read"]["columns"]
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Instructions: 2, 'lift', 'push': the policy reads them" in said and "policy.text_encoder" not in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Instructions: 2, 'lift', 'push': the policy reads them" in output and "policy.text_encoder" not in output
     policy = load_policy(next((tmp_path / "runs" / "train").glob("*/*/checkpoint")))
     observation = {key: torch.zeros(2, 1, field.size) for key, field in policy.spec.observation.items()}
     actions = policy.act({**observation, TASK: ["lift", "push"]}, torch.Generator().manual_seed(0)).actions

@@ -21,9 +21,9 @@ def pages(tmp_path):
 
 
 def run_of(pages, name):
-    found = pages.listing.run(f"finetune/{name}/0")
-    assert found is not None
-    return found
+    run = pages.listing.run(f"finetune/{name}/0")
+    assert run is not None
+    return run
 
 
 def test_every_run_is_listed_with_its_state_and_success(tmp_path, pages):

@@ -30,9 +30,9 @@ def served(root: Path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as server:
         try:
             assert server.stdout is not None
-            found = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())
-            assert found is not None
-            yield found[0]
+            match = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())
+            assert match is not None
+            yield match[0]
         finally:
             server.send_signal(signal.SIGINT)
             assert server.wait(timeout=60) == 0
@@ -54,8 +54,8 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(made):
-    with httpx.Client(base_url=made[1], trust_env=False, timeout=60) as found:
-        yield found
+    with httpx.Client(base_url=made[1], trust_env=False, timeout=60) as http_client:
+        yield http_client
 
 
 def test_pages_are_served_with_headers_that_keep_others_out(client):
@@ -111,9 +111,9 @@ def test_no_path_is_served_but_runs_and_their_films(client, path):
 
 
 def test_a_film_is_served_in_ranges(client):
-    found = re.search(r'src="(/film[^"]+)"', client.get("/run/finetune/done/0").text)
-    assert found is not None
-    address = found[1].replace("&amp;", "&")
+    match = re.search(r'src="(/film[^"]+)"', client.get("/run/finetune/done/0").text)
+    assert match is not None
+    address = match[1].replace("&amp;", "&")
     assert client.get(address).content == bytes(range(100))
     part = client.get(address, headers={"Range": "bytes=10-19"})
     assert part.status_code == 206 and part.content == bytes(range(10, 20))

@@ -62,8 +62,8 @@ def test_every_kind_keeps_its_promises(name):
 
 class Chance(LatentModel):
     def imagine(self, latent, actions):
-        moved, seen = super().imagine(latent, actions + 0.01 * torch.randn_like(actions))
-        return moved, seen
+        moved, prediction = super().imagine(latent, actions + 0.01 * torch.randn_like(actions))
+        return moved, prediction
 
 
 class Neighbours(LatentModel):
@@ -90,8 +90,8 @@ class Forgetful(LatentModel):
 
 class Logits(LatentModel):
     def imagine(self, latent, actions):
-        moved, seen = super().imagine(latent, actions)
-        return moved, replace(seen, success=seen.success.float())
+        moved, prediction = super().imagine(latent, actions)
+        return moved, replace(prediction, success=prediction.success.float())
 
 
 class Unseeded(LatentModel):
@@ -121,11 +121,11 @@ class Elsewhere(LatentModel):
 
 class Together(LatentModel):
     def generate(self, latent, actions):
-        found = []
+        predictions = []
         for action in actions.unbind(1):
-            latent, seen = self.imagine(latent, 0.9 * action)
-            found.append(seen)
-        return latent, found
+            latent, prediction = self.imagine(latent, 0.9 * action)
+            predictions.append(prediction)
+        return latent, predictions
 
 
 BROKEN = {

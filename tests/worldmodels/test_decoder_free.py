@@ -48,15 +48,17 @@ class Clone(nn.Module):
         super().__init__()
         fields = {LATENT: model.spec.observation[LATENT]}
         self.spec = PolicySpec(fields, SPEC.action, history, 1, 1, 0, SPEC.fps, SPEC.instructions)
-        seen = encoded(model, episodes)
-        inputs = seen.observation[LATENT][torch.arange(seen.step_count) + seen.episode_of_step]
+        encoded_episodes = encoded(model, episodes)
+        inputs = encoded_episodes.observation[LATENT][
+            torch.arange(encoded_episodes.step_count) + encoded_episodes.episode_of_step
+        ]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.network = nn.Sequential(nn.Linear(inputs.shape[1], 64), nn.SiLU(), nn.Linear(64, 2), nn.Tanh())
         optimiser = torch.optim.Adam(self.parameters(), 3e-3)
         for _ in range(400):
             optimiser.zero_grad()
-            (self.network(inputs) - seen.actions).square().mean().backward()
+            (self.network(inputs) - encoded_episodes.actions).square().mean().backward()
             optimiser.step()
 
     def act(self, observation, generator, *, deterministic=False):
@@ -98,9 +100,9 @@ def test_a_policy_on_the_latent_acts_in_imagination_and_in_the_real_world(learne
     seeds, generator = np.arange(200), torch.Generator()
     begin = starts(seeds).observation
     world = ImaginedWorld(model, starts, len(seeds))
-    seen = to_tensors(world.reset(seeds=seeds))
-    assert torch.equal(clone.act(seen, generator).actions, acting.act(to_tensors(begin), generator).actions)
-    assert torch.equal(clone.act(seen, generator).actions, acting.act(seen, generator).actions)
+    observation = to_tensors(world.reset(seeds=seeds))
+    assert torch.equal(clone.act(observation, generator).actions, acting.act(to_tensors(begin), generator).actions)
+    assert torch.equal(clone.act(observation, generator).actions, acting.act(observation, generator).actions)
 
     def reached(policy):
         position, goal = torch.from_numpy(begin[STATE][:, 0]), torch.from_numpy(begin[ENVIRONMENT_STATE][:, 0, :2])
@@ -120,10 +122,10 @@ def test_history_is_encoded_frame_by_frame(learned):
     acting = EncodedPolicy(Clone(model, train.select([0, 1]), history=2), model)
     frames = {key: torch.from_numpy(value) for key, value in starts([1, 2]).observation.items()}
     both = {key: torch.cat([torch.full_like(value, 0.3), value], 1) for key, value in frames.items()}
-    seen = acting._encoded(both)[LATENT]
-    assert seen.shape == (2, 2, 12)
+    latents = acting._encoded(both)[LATENT]
+    assert latents.shape == (2, 2, 12)
     expected = encode(model, {key: value[:, 0] for key, value in frames.items()})[LATENT]
-    assert torch.allclose(seen[:, 1], expected, atol=1e-6) and not torch.allclose(seen[:, 0], expected, atol=1e-2)
+    assert torch.allclose(latents[:, 1], expected, atol=1e-6) and not torch.allclose(latents[:, 0], expected, atol=1e-2)
     with pytest.raises(SpecError, match="history"):
         acting.act(frames, torch.Generator())
 
@@ -150,9 +152,9 @@ def test_a_policy_on_the_latent_plans_in_the_model_from_what_is_really_observed(
     acting = EncodedPolicy(Clone(model, train.select([0, 1])), model)
     planned = PlannedPolicy(acting, model, PlanConfig(candidates=2, horizon=3))
     assert list(planned.spec.observation) == [STATE, ENVIRONMENT_STATE]
-    seen = to_tensors(starts(np.arange(4)).observation)
-    chosen = planned.act(seen, torch.Generator().manual_seed(0))
+    observation = to_tensors(starts(np.arange(4)).observation)
+    chosen = planned.act(observation, torch.Generator().manual_seed(0))
     # The same up to how a processor rounds another number of rows.
-    torch.testing.assert_close(chosen.actions, acting.act(seen, torch.Generator()).actions)
+    torch.testing.assert_close(chosen.actions, acting.act(observation, torch.Generator()).actions)
     assert planned.last_scores.shape == (4, 2)
     torch.testing.assert_close(planned.last_scores[:, 0], planned.last_scores[:, 1])

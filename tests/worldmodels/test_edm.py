@@ -48,9 +48,9 @@ def test_levels_and_euler_steps_are_those_of_diffusers():
 @pytest.mark.parametrize(("order", "churn"), [(1, 0.0), (2, 0.0), (2, 40.0)])
 def test_samples_have_the_distribution_of_the_data(order, churn):
     config = EdmConfig(steps=60, order=order, churn=churn)
-    found = sample(perfect(config), torch.randn(20000, 1, generator=generator()), config, generator(1))
-    assert float(found.mean()) == pytest.approx(MEAN, abs=0.02)
-    assert float(found.std()) == pytest.approx(STD, abs=0.03)
+    samples = sample(perfect(config), torch.randn(20000, 1, generator=generator()), config, generator(1))
+    assert float(samples.mean()) == pytest.approx(MEAN, abs=0.02)
+    assert float(samples.std()) == pytest.approx(STD, abs=0.03)
 
 
 def test_heun_is_closer_to_the_exact_flow_than_euler():

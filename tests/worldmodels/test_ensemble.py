@@ -92,9 +92,9 @@ def test_other_rewards_are_read_off_state_action_and_next_state():
     fit(model, model.batches(train, generators["batches"]), FitConfig(steps=200, learning_rate=3e-3), generators)
     model.calibrate(held)
     data = recorded_transitions(held)
-    found = model.heads.progress(data.state, data.action, data.next_state)
+    progress = model.heads.progress(data.state, data.action, data.next_state)
     assert not model.heads.pays_potential
-    assert (found - data.reward).square().mean() < 0.2 * data.reward.var()
+    assert (progress - data.reward).square().mean() < 0.2 * data.reward.var()
 
 
 def test_disagreement_grows_off_the_data(learned):

@@ -29,9 +29,9 @@ def test_at_the_threshold_precision_is_recall(count, share, seed):
     if not label.any():
         assert calibrated_threshold(logit, label) == torch.inf
         return
-    found = logit > calibrated_threshold(logit, label)
-    assert abs(int(found.sum()) - int(label.sum())) <= 1
-    figures = precision_recall(found, label)
+    is_success = logit > calibrated_threshold(logit, label)
+    assert abs(int(is_success.sum()) - int(label.sum())) <= 1
+    figures = precision_recall(is_success, label)
     assert figures["precision"] == pytest.approx(figures["recall"], abs=1.01 / int(label.sum()))
 
 
@@ -112,17 +112,22 @@ def test_the_logistic_head_is_one_perceptron_with_the_cross_entropy():
 def test_returns_are_discounted_sums_within_episodes():
     episodes = recorded(20)
     reward = torch.arange(episodes.step_count).float()
-    found = returns_to_go(reward, episodes, 0.9)
+    returns = returns_to_go(reward, episodes, 0.9)
     for episode in range(20):
         first, length = int(episodes.starts[episode]), int(episodes.lengths[episode])
         for place in range(length):
             expected = sum(0.9 ** (s - place) * float(reward[first + s]) for s in range(place, length))
-            assert float(found[first + place]) == pytest.approx(expected, rel=1e-5)
+            assert float(returns[first + place]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_quantiles_span_the_values():
-    found = quantiles_of(torch.arange(1001.0))
-    assert len(found) == 101 and float(found[0]) == 0.0 and float(found[50]) == 500.0 and float(found[-1]) == 1000.0
+    quantiles = quantiles_of(torch.arange(1001.0))
+    assert (
+        len(quantiles) == 101
+        and float(quantiles[0]) == 0.0
+        and float(quantiles[50]) == 500.0
+        and float(quantiles[-1]) == 1000.0
+    )
 
 
 def test_a_potential_is_believed_when_it_explains_about_as_much():

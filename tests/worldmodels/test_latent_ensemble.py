@@ -96,9 +96,11 @@ def test_features_tell_frames_apart(learned):
 def test_people_can_look_at_what_it_imagines(learned):
     data = recorded(10, seed=6)
     assert images_imagined(learned) == (IMAGE,)
-    seen = follow(learned, data, data.starts[:4], 3)
-    assert seen.imagined[IMAGE].shape == seen.real[IMAGE].shape == (4, 4, 16, 16, 3)
-    assert seen.imagined[IMAGE].dtype == np.uint8 and np.array_equal(seen.imagined[IMAGE][:, 0], seen.real[IMAGE][:, 0])
+    comparison = follow(learned, data, data.starts[:4], 3)
+    assert comparison.imagined[IMAGE].shape == comparison.real[IMAGE].shape == (4, 4, 16, 16, 3)
+    assert comparison.imagined[IMAGE].dtype == np.uint8 and np.array_equal(
+        comparison.imagined[IMAGE][:, 0], comparison.real[IMAGE][:, 0]
+    )
     first = data.frame_starts[:8]
     again = learned.drawn(encode(learned, {key: data.observation[key][first] for key in learned.reads}))[IMAGE].numpy()
     assert np.array_equal(again[:, ::2, ::2], again[:, 1::2, 1::2]), "drawn at half the size"
@@ -109,8 +111,8 @@ def test_people_can_look_at_what_it_imagines(learned):
 def test_what_is_drawn_is_measured_against_how_much_pixels_vary(learned):
     data = recorded(30, seed=3)
     batch = next(learned.frame_batches(data, torch.Generator().manual_seed(0)))
-    found = learned.autoencoder.losses(batch, torch.Generator())["drawn"]
-    assert found.shape == (32,) and float(found.mean().detach()) < 0.6, "1 is the mean frame, drawn everywhere"
+    error = learned.autoencoder.losses(batch, torch.Generator())["drawn"]
+    assert error.shape == (32,) and float(error.mean().detach()) < 0.6, "1 is the mean frame, drawn everywhere"
     pixels = torch.from_numpy(np.asarray(data.observation[IMAGE]))[:1000].float() / 255
     small = pixels.reshape(len(pixels), 8, 2, 8, 2, 3).mean((2, 4))
     some = torch.linspace(0, len(data.observation[IMAGE]) - 1, min(1000, len(data.observation[IMAGE]))).long()
@@ -165,8 +167,10 @@ def test_a_policy_behind_an_encoder_learns_what_the_policy_learns(acting, learne
     actions = torch.rand(6, 2, 2, generator=torch.Generator().manual_seed(0))
     valid = torch.ones(6, 2, dtype=torch.bool)
     losses = [
-        each.loss({"observation": seen, "actions": actions, "action_valid": valid}, torch.Generator().manual_seed(1))
-        for each, seen in ((policy, observed()), (acting.policy, inside))
+        each.loss(
+            {"observation": observation, "actions": actions, "action_valid": valid}, torch.Generator().manual_seed(1)
+        )
+        for each, observation in ((policy, observed()), (acting.policy, inside))
     ]
     assert torch.equal(losses[0]["denoising"], losses[1]["denoising"])
     decision = policy.act(observed(), torch.Generator().manual_seed(2))

@@ -16,13 +16,13 @@ def test_the_twin_repeats_the_simulator_bitwise(task):
     real, inside = make_world(task, ROWS, threads=1), make_world(task, ROWS, threads=1)
     twin = oracle_twin(inside)
     seeds = np.arange(100, 100 + ROWS)
-    expected, seen = real.reset(seeds=seeds), twin.reset(seeds=seeds)
+    expected, observation = real.reset(seeds=seeds), twin.reset(seeds=seeds)
     expert = real.task.expert()
     expert.reset()
     generator = np.random.default_rng(0)
     for decision in range(-(-real.spec.horizon // CHUNK) + 1):
         for key in expected:
-            assert np.array_equal(expected[key], seen[key]), key
+            assert np.array_equal(expected[key], observation[key]), key
         base = expert.act(expected)[:, None].repeat(CHUNK, 1)
         actions = base + 0.3 * generator.standard_normal(base.shape)
         a, b = real.step(actions), twin.step(actions)
@@ -34,11 +34,11 @@ def test_the_twin_repeats_the_simulator_bitwise(task):
         assert not b.horizon_end.any()
         for key in a.trace:
             assert np.array_equal(a.trace[key][a.valid], b.trace[key][a.valid]), key
-        expected, seen = a.observation, b.observation
+        expected, observation = a.observation, b.observation
         rows = np.flatnonzero(a.ended)[:2]
         if len(rows):
             fresh = 1000 + 10 * decision + rows
-            expected, seen = real.reset(rows, fresh), twin.reset(rows, fresh)
+            expected, observation = real.reset(rows, fresh), twin.reset(rows, fresh)
             expert.reset(rows)
 
 

@@ -40,10 +40,10 @@ def test_it_imagines_the_image_and_depends_on_its_actions(learned):
     model, held = learned
     figures = examine(model, held, torch.Generator().manual_seed(0), rows=100, steps=400, horizons=(1, 2, 3, 4, 5))
     print({k: v[IMAGE] for k, v in figures["open_loop"].items()}, figures["reward_error"], figures["success"])
-    for ahead, found in figures["open_loop"].items():
-        assert found[IMAGE]["model"] > found[IMAGE]["copy"] + 6, ahead
-        assert found[IMAGE]["model"] > found[IMAGE]["shuffled"] + 6, ahead
-        assert found[STATE]["model"] < 0.5 * found[STATE]["copy"], ahead
+    for ahead, figures_of_keys in figures["open_loop"].items():
+        assert figures_of_keys[IMAGE]["model"] > figures_of_keys[IMAGE]["copy"] + 6, ahead
+        assert figures_of_keys[IMAGE]["model"] > figures_of_keys[IMAGE]["shuffled"] + 6, ahead
+        assert figures_of_keys[STATE]["model"] < 0.5 * figures_of_keys[STATE]["copy"], ahead
     assert figures["reward_error"] < 0.5
     assert figures["success"]["f1"] > 0.5
 
@@ -56,19 +56,19 @@ def test_carried_states_follow_their_structure_and_the_images(learned):
     drifted = {**latent, "state": latent["state"].clone()}
     drifted["state"][:, :2] += 0.1
     for step in range(3):
-        latent, seen = model.imagine(latent, held.actions[step : step + 50])
+        latent, prediction = model.imagine(latent, held.actions[step : step + 50])
         drifted, _ = model.imagine(drifted, held.actions[step : step + 50])
-    environment = seen.observation[ENVIRONMENT_STATE]
+    environment = prediction.observation[ENVIRONMENT_STATE]
     assert np.array_equal(environment[:, :2].numpy(), start[:, :2])
-    assert torch.allclose(environment[:, 2:], environment[:, :2] - seen.observation[STATE], atol=1e-4)
+    assert torch.allclose(environment[:, 2:], environment[:, :2] - prediction.observation[STATE], atol=1e-4)
     assert float((drifted["state"] - latent["state"])[:, :2].abs().mean()) < 0.09
-    shown = to_pixels(seen.observation[IMAGE])[:, 0] + 1
+    shown = to_pixels(prediction.observation[IMAGE])[:, 0] + 1
     axis = torch.linspace(-1.3, 1.3, PIXELS)
     weights = (shown - 0.1).clamp_min(0)
     total = weights.sum((1, 2)).clamp_min(1e-6)
     place = torch.stack([(weights.sum(2) @ axis) / total, (weights.sum(1) @ axis) / total], -1)
-    inside = seen.observation[STATE].abs().amax(1) < 1
-    error = (place - seen.observation[STATE])[inside].abs().mean()
+    inside = prediction.observation[STATE].abs().amax(1) < 1
+    error = (place - prediction.observation[STATE])[inside].abs().mean()
     assert float(error) < 0.15, error
 
 
@@ -108,15 +108,15 @@ def test_imagined_worlds_conform(learned):
 def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
     model, held = learned
     latent = model.initial(context_at(held, torch.arange(4), model.context), np.arange(4))
-    _, seen = model.imagine(latent, held.actions[:4])
+    _, prediction = model.imagine(latent, held.actions[:4])
     order = [2, 0]
     part = {name: value[order] for name, value in latent.items()}
     _, again = model.imagine(part, held.actions[order])
-    assert torch.allclose(again.observation[STATE], seen.observation[STATE][order], atol=1e-4)
-    difference = again.observation[IMAGE].int() - seen.observation[IMAGE][order].int()
+    assert torch.allclose(again.observation[STATE], prediction.observation[STATE][order], atol=1e-4)
+    difference = again.observation[IMAGE].int() - prediction.observation[IMAGE][order].int()
     assert int(difference.abs().max()) <= 1
     _, other = model.imagine({**latent, "seed": latent["seed"] + 1}, held.actions[:4])
-    assert not torch.equal(other.observation[IMAGE], seen.observation[IMAGE])
+    assert not torch.equal(other.observation[IMAGE], prediction.observation[IMAGE])
 
 
 @pytest.mark.slow
@@ -175,11 +175,14 @@ def test_several_cameras_are_one_image():
     model = PixelDiffusionModel.build(TINY, spec, data, 0)
     latent = model.initial(context_at(data, torch.arange(3)), np.arange(3))
     assert latent["frames"].shape == (3, 4, 2 * PIXELS, PIXELS, 3)
-    _, seen = model.imagine(latent, data.actions[:3])
+    _, prediction = model.imagine(latent, data.actions[:3])
     for key in (IMAGE, second):
         repeated = torch.from_numpy(context_at(data, torch.arange(3)).last(key))
-        assert seen.observation[key].shape == (3, PIXELS, PIXELS, 3) and seen.observation[key].dtype == torch.uint8
-        assert float((seen.observation[key].float() - repeated.float()).abs().mean()) < 8
+        assert (
+            prediction.observation[key].shape == (3, PIXELS, PIXELS, 3)
+            and prediction.observation[key].dtype == torch.uint8
+        )
+        assert float((prediction.observation[key].float() - repeated.float()).abs().mean()) < 8
 
 
 def test_bad_settings_and_data_are_refused():

@@ -36,8 +36,8 @@ class Line:
     def imagine(self, latent, actions: Tensor):
         x = latent["x"] + actions[:, 0].float()
         over = x > self.end
-        seen = Imagined({STATE: x[:, None]}, {"right": x}, over, over, x.clamp(min=0))
-        return {"x": x, "seed": latent["seed"]}, seen
+        prediction = Imagined({STATE: x[:, None]}, {"right": x}, over, over, x.clamp(min=0))
+        return {"x": x, "seed": latent["seed"]}, prediction
 
 
 class Wanderer:
@@ -158,9 +158,9 @@ def test_a_policy_that_sees_several_frames_plans_in_a_model_that_reads_actions_b
             return replace(decision, actions=decision.actions.expand(-1, 2, 2))
 
     planned = PlannedPolicy(Onlooker(), model, PlanConfig(candidates=2, horizon=4))
-    seen = {key: value[:5, None].expand(-1, 3, -1) for key, value in episodes.observation.items()}
-    chosen = planned.act(seen, torch.Generator().manual_seed(0))
-    alone = {key: value[:, -1:].expand(-1, 3, -1) * 1.0 for key, value in seen.items()}
+    first_observation = {key: value[:5, None].expand(-1, 3, -1) for key, value in episodes.observation.items()}
+    chosen = planned.act(first_observation, torch.Generator().manual_seed(0))
+    alone = {key: value[:, -1:].expand(-1, 3, -1) * 1.0 for key, value in first_observation.items()}
     alone = {key: torch.cat([value[:, :2] + 5.0, value[:, 2:]], 1) for key, value in alone.items()}
     other = planned.act(alone, torch.Generator().manual_seed(0))
     assert torch.equal(chosen.actions, other.actions)  # what came before, under unknown actions, tells it nothing

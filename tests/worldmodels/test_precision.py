@@ -14,8 +14,8 @@ def test_auto_is_bfloat16_where_the_cpu_multiplies_it(monkeypatch, avx, amx):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     with autocast("auto", CPU):
-        found = nn.Linear(3, 2)(torch.ones(1, 3)).dtype
-    assert found == (torch.bfloat16 if avx or amx else torch.float32)
+        dtype = nn.Linear(3, 2)(torch.ones(1, 3)).dtype
+    assert dtype == (torch.bfloat16 if avx or amx else torch.float32)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])

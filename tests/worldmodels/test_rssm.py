@@ -136,16 +136,16 @@ def test_training_stretches_begin_anywhere_and_at_the_start_of_their_episodes():
     assert torch.equal(first["subsequence"].actions, again["subsequence"].actions) and torch.equal(
         first["seen"], again["seen"]
     )
-    subsequence, seen = first["subsequence"], first["seen"]
-    assert subsequence.actions.shape == (64, 7, 2) and seen.shape == (64, 8) and bool(seen[:, 0].all())
+    subsequence, seen_mask = first["subsequence"], first["seen"]
+    assert subsequence.actions.shape == (64, 7, 2) and seen_mask.shape == (64, 8) and bool(seen_mask[:, 0].all())
     starts = data.observation[STATE][data.frame_starts]
     begun = (subsequence.frames[STATE][:, 0, None] == starts).all(-1).any(-1)
     assert 8 <= int(begun.sum()) < 64
     losses = model.loss(first, torch.Generator().manual_seed(0))
     moved = replace(subsequence, frames={key: value.clone() for key, value in subsequence.frames.items()})
-    outside = ~torch.cat([subsequence.valid[:, :1], subsequence.valid], 1) & ~seen
+    outside = ~torch.cat([subsequence.valid[:, :1], subsequence.valid], 1) & ~seen_mask
     moved.frames[STATE][outside] += 0.5
-    for name, value in model.loss({"subsequence": moved, "seen": seen}, torch.Generator().manual_seed(0)).items():
+    for name, value in model.loss({"subsequence": moved, "seen": seen_mask}, torch.Generator().manual_seed(0)).items():
         assert value.shape == (64,) and torch.allclose(value, losses[name])
 
 
@@ -162,8 +162,10 @@ def test_it_learns_and_remembers_what_no_frame_shows(learned):
     wanted = held.observation[STATE][steps + held.episode_of_step[steps] + 1]
     errors = []
     for history in (1, model.context):
-        _, seen = model.imagine(model.initial(context_at(held, steps, history), steps.numpy()), held.actions[steps])
-        errors.append((seen.observation[STATE] - wanted).norm(dim=-1).mean())
+        _, prediction = model.imagine(
+            model.initial(context_at(held, steps, history), steps.numpy()), held.actions[steps]
+        )
+        errors.append((prediction.observation[STATE] - wanted).norm(dim=-1).mean())
     assert errors[1] < 0.65 * errors[0]
 
 
@@ -172,11 +174,11 @@ def test_goals_are_copied_and_offsets_recomputed(begun):
     model, held = begun
     latent = model.initial(context_at(held, torch.arange(50)), np.arange(50))
     for step in range(5):
-        latent, seen = model.imagine(latent, held.actions[step : step + 50])
-    environment = seen.observation[ENVIRONMENT_STATE]
+        latent, prediction = model.imagine(latent, held.actions[step : step + 50])
+    environment = prediction.observation[ENVIRONMENT_STATE]
     start = context_at(held, torch.arange(50)).last(ENVIRONMENT_STATE)
     assert np.array_equal(environment[:, :2].numpy(), start[:, :2])
-    assert torch.allclose(environment[:, 2:], environment[:, :2] - seen.observation[STATE], atol=1e-4)
+    assert torch.allclose(environment[:, 2:], environment[:, :2] - prediction.observation[STATE], atol=1e-4)
 
 
 @pytest.mark.slow
@@ -268,8 +270,8 @@ def test_it_imagines_images(tmp_path):
     assert figures["2"][IMAGE]["model"] > figures["2"][IMAGE]["copy"]
     assert figures["4"][IMAGE]["model"] > figures["4"][IMAGE]["copy"] + 1.5
     assert figures["4"][IMAGE]["model"] > figures["4"][IMAGE]["shuffled"] + 2
-    _, seen = model.imagine(model.initial(context_at(held, torch.arange(3)), np.arange(3)), held.actions[:3])
-    assert seen.observation[IMAGE].shape == (3, 16, 16, 3) and seen.observation[IMAGE].dtype == torch.uint8
+    _, prediction = model.imagine(model.initial(context_at(held, torch.arange(3)), np.arange(3)), held.actions[:3])
+    assert prediction.observation[IMAGE].shape == (3, 16, 16, 3) and prediction.observation[IMAGE].dtype == torch.uint8
     save_world_model(model, tmp_path / "model")
     assert load_world_model(tmp_path / "model").spec == model.spec
 

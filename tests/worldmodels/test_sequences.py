@@ -35,19 +35,19 @@ def test_cuts_agree_with_counting(lengths, past, future, data):
     step = data.draw(st.integers(0, episodes.step_count - 1))
     episode = int(episodes.episode_of_step[step])
     place = step - int(episodes.starts[episode])
-    found = SequenceData(episodes).cut(torch.tensor([step]), past, future)
+    subsequence = SequenceData(episodes).cut(torch.tensor([step]), past, future)
     length = lengths[episode]
     for column, offset in enumerate(range(-past, future + 1)):
         expected = 100 * episode + min(max(place + offset, 0), length)
-        assert float(found.frames[STATE][0, column, 0]) == expected
+        assert float(subsequence.frames[STATE][0, column, 0]) == expected
     for column, offset in enumerate(range(-past, future)):
         at = place + offset
         inside = 0 <= at < length
-        assert bool(found.valid[0, column]) == inside
-        assert float(found.actions[0, column, 0]) == (100 * episode + at + 0.5 if inside else 0.0)
-        assert float(found.reward[0, column]) == (100 * episode + at if inside else 0.0)
-        assert bool(found.success[0, column]) == (at >= length - 1)
-        assert bool(found.terminated[0, column]) == (at == length - 1 and episode % 2 == 0)
+        assert bool(subsequence.valid[0, column]) == inside
+        assert float(subsequence.actions[0, column, 0]) == (100 * episode + at + 0.5 if inside else 0.0)
+        assert float(subsequence.reward[0, column]) == (100 * episode + at if inside else 0.0)
+        assert bool(subsequence.success[0, column]) == (at >= length - 1)
+        assert bool(subsequence.terminated[0, column]) == (at == length - 1 and episode % 2 == 0)
 
 
 def test_sampling_repeats_with_its_generator():

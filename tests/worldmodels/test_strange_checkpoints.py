@@ -71,9 +71,9 @@ def refused(kind: str, folder: Path, text: str) -> str:
     try:
         load(kind, folder)
     except RobopolicyError as error:
-        said = str(error)
-        assert said and "\n" not in said and len(said) < 3000
-        return said
+        message = str(error)
+        assert message and "\n" not in message and len(message) < 3000
+        return message
     finally:
         assert time.monotonic() - began < SECONDS
     return ""
@@ -89,9 +89,9 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def changed(description: dict[str, Any], draw: Any) -> dict[str, Any]:
     """Drop, replace or add something in a copy of `description`."""
-    found = copy.deepcopy(description)
-    path = draw(st.sampled_from([each for each in places(found) if each != ("sha256",)]))
-    node = found
+    changed_description = copy.deepcopy(description)
+    path = draw(st.sampled_from([each for each in places(changed_description) if each != ("sha256",)]))
+    node = changed_description
     for key in path[:-1]:
         node = node[key]
     what = draw(st.sampled_from(["replace", "replace", "replace", "drop", "add", "wrap", "text"]))
@@ -105,7 +105,7 @@ def changed(description: dict[str, Any], draw: Any) -> dict[str, Any]:
         node[path[-1]] = str(node[path[-1]])
     else:
         node[path[-1]] = draw(st.sampled_from(STRANGE))
-    return found
+    return changed_description
 
 
 def fuzz(kind: str, folder: Path, tries: int) -> None:
@@ -117,10 +117,10 @@ def fuzz(kind: str, folder: Path, tries: int) -> None:
     @settings(max_examples=tries, deadline=None, derandomize=True, suppress_health_check=checks, database=None)
     @given(st.data())
     def change(data: Any) -> None:
-        found = description
+        content = description
         for _ in range(data.draw(st.sampled_from([1, 1, 2]))):
-            found = changed(found, data.draw)
-        outcomes[bool(refused(kind, folder, json.dumps(found)))] += 1
+            content = changed(content, data.draw)
+        outcomes[bool(refused(kind, folder, json.dumps(content)))] += 1
 
     change()
     assert outcomes[True] > tries / 4  # not a test that everything loads
@@ -140,13 +140,13 @@ def test_many_strange_descriptions_load_or_are_refused(folders, tmp_path: Path, 
 
 
 def put(description: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
-    found = copy.deepcopy(description)
+    changed_description = copy.deepcopy(description)
     *parts, last = place.split(".")
-    node = found
+    node = changed_description
     for key in parts:
         node = node[key]
     node[last] = value
-    return found
+    return changed_description
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def test_guidance_climbs_the_policy_and_keeps_the_dynamics(learned):
 def test_the_weight_of_the_guidance_is_that_of_the_paper():
     # By hand: 1 - s + 0.3 sin(pi s) with sin(pi / 6) = 0.5, sin(pi / 4) = 0.7071068, sin(pi / 2) = 1.
     table = {0.0: 1.0, 1 / 6: 5 / 6 + 0.15, 0.25: 0.96213203, 0.5: 0.8, 0.75: 0.46213203, 5 / 6: 1 / 6 + 0.15, 1.0: 0.0}
-    found = {share: float(guidance_weight(share)) for share in table}
-    assert found == pytest.approx(table, abs=1e-6)
+    row_weights = {share: float(guidance_weight(share)) for share in table}
+    assert row_weights == pytest.approx(table, abs=1e-6)
     weights = [float(guidance_weight(step / 200)) for step in range(201)]
     assert weights == sorted(weights, reverse=True)  # it never rises: no peak in the middle
 

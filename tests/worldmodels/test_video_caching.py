@@ -87,11 +87,11 @@ def test_plans_are_executed_as_a_slow_reference_does(model: VideoModel, episodes
     remember = net.remember
 
     def first(*given: Any) -> Any:  # the history is computed by the same blocks, once: hold nothing of it
-        found = remember(*given)
+        block_memory = remember(*given)
         for (block, name), row in zip(branches, rows, strict=True):
             monkeypatch.setattr(block, name, Held(getattr(block, name), row, name == "_attend"))
         memory["began"] = True
-        return found
+        return block_memory
 
     monkeypatch.setattr(net, "remember", first)
     slow = generated(model, episodes)
@@ -101,21 +101,21 @@ def test_plans_are_executed_as_a_slow_reference_does(model: VideoModel, episodes
 
 def test_calibration_is_the_cosine_of_every_two_steps(model: VideoModel, episodes: Any):
     begin = episodes.starts[:4]
-    found = calibrate_model(model, episodes, begin, CHUNK, rows=3)
+    calibration = calibrate_model(model, episodes, begin, CHUNK, rows=3)
     recorder = Recorder()
     watched = model.with_caching(recorder)
     latent = watched.initial(context_at(episodes, begin, model.context), begin.numpy())
     watched.generate(latent, episodes.actions[begin[:, None] + torch.arange(CHUNK)])
-    assert found.blocks == model.block_names and found.steps == K and found.rows == 4
+    assert calibration.blocks == model.block_names and calibration.steps == K and calibration.rows == 4
     for block, outputs in enumerate(recorder.features):
         for one in range(K):
             for other in range(K):
                 pair = outputs[one].flatten(1), outputs[other].flatten(1)
-                assert float(found.similarity[block, one, other]) == pytest.approx(
+                assert float(calibration.similarity[block, one, other]) == pytest.approx(
                     float(cosine_similarity(*pair).mean()), abs=1e-5
                 )
         changes = [(outputs[i] - outputs[j]).abs().mean() for i in range(K) for j in range(i)]
-        assert float(found.surge[block]) == pytest.approx(float(torch.stack(changes).mean()), rel=1e-4)
+        assert float(calibration.surge[block]) == pytest.approx(float(torch.stack(changes).mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("scheduler", ["uniform", "shared", "bac"])

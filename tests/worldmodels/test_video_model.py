@@ -77,11 +77,11 @@ def latent_at(model, data, steps):
 def test_it_imagines_the_image_and_depends_on_its_actions(learned):
     model, held = learned
     figures = examine(model, held, torch.Generator().manual_seed(0), rows=100, steps=400, horizons=(1, 2, 3, 4, 5))
-    for ahead, found in figures["open_loop"].items():
-        assert found[IMAGE]["model"] > found[IMAGE]["copy"] + 1.5, ahead
-        assert found[IMAGE]["model"] > found[IMAGE]["shuffled"] + 1.0, ahead
-        assert found[IMAGE + SSIM]["model"] > found[IMAGE + SSIM]["shuffled"] + 0.02, ahead
-        assert found[STATE]["model"] < 0.5 * found[STATE]["copy"], ahead
+    for ahead, figures_of_keys in figures["open_loop"].items():
+        assert figures_of_keys[IMAGE]["model"] > figures_of_keys[IMAGE]["copy"] + 1.5, ahead
+        assert figures_of_keys[IMAGE]["model"] > figures_of_keys[IMAGE]["shuffled"] + 1.0, ahead
+        assert figures_of_keys[IMAGE + SSIM]["model"] > figures_of_keys[IMAGE + SSIM]["shuffled"] + 0.02, ahead
+        assert figures_of_keys[STATE]["model"] < 0.5 * figures_of_keys[STATE]["copy"], ahead
     assert figures["reward_error"] < 1.0
     assert figures["success"]["f1"] > 0.3
 
@@ -95,13 +95,13 @@ def test_an_episode_depends_on_its_seed_and_actions_alone(begun):
     model, held = begun
     steps = torch.arange(4)
     latent = latent_at(model, held, steps)
-    _, seen = model.imagine(latent, held.actions[:4])
+    _, prediction = model.imagine(latent, held.actions[:4])
     _, twice = model.imagine({name: value.clone() for name, value in latent.items()}, held.actions[:4])
-    assert all(torch.equal(seen.observation[key], twice.observation[key]) for key in seen.observation)
+    assert all(torch.equal(prediction.observation[key], twice.observation[key]) for key in prediction.observation)
     order = [2, 0]
     _, again = model.imagine({name: value[order] for name, value in latent.items()}, held.actions[order])
-    assert torch.allclose(again.observation[STATE], seen.observation[STATE][order], atol=1e-4)
-    difference = again.observation[IMAGE].int() - seen.observation[IMAGE][order].int()
+    assert torch.allclose(again.observation[STATE], prediction.observation[STATE][order], atol=1e-4)
+    difference = again.observation[IMAGE].int() - prediction.observation[IMAGE][order].int()
     assert float((difference.abs() > 1).float().mean()) < 0.01
     chunk = held.actions[steps[:, None] + torch.arange(TINY.chunk)]
     other, _ = model.generate({**latent, "seed": latent["seed"] + 1}, chunk)
@@ -126,8 +126,8 @@ def test_frames_are_the_same_one_by_one_and_in_chunks(begun):
     assert all(torch.equal(latent[name], kept[name]) for name in latent)
     single, apart = latent, []
     for step in range(7):
-        single, seen = model.imagine(single, actions[:, step])
-        apart.append(seen)
+        single, prediction = model.imagine(single, actions[:, step])
+        apart.append(prediction)
     for first, second in zip(chunks, apart, strict=True):
         assert torch.allclose(first.observation[STATE], second.observation[STATE], atol=1e-3)
         assert float((first.observation[IMAGE] != second.observation[IMAGE]).float().mean()) < 0.02
@@ -171,10 +171,10 @@ def test_rows_at_different_places_of_their_chunks_do_not_mind_each_other(begun):
     ahead, _ = model.generate(latent, held.actions[steps[:, None] + torch.arange(2)])
     mixed = {name: torch.cat([value[:2], ahead[name][2:]]) for name, value in latent.items()}
     actions = held.actions[steps[:, None] + torch.arange(4)]
-    last, seen = model.generate(mixed, actions)
+    last, predictions = model.generate(mixed, actions)
     for rows, alone in ((slice(0, 2), latent), (slice(2, 4), ahead)):
         end, wanted = model.generate({name: value[rows] for name, value in alone.items()}, actions[rows])
-        assert torch.allclose(wanted[-1].observation[STATE], seen[-1].observation[STATE][rows], atol=1e-3)
+        assert torch.allclose(wanted[-1].observation[STATE], predictions[-1].observation[STATE][rows], atol=1e-3)
         assert torch.equal(end["phase"], last["phase"][rows])
 
 
@@ -193,16 +193,16 @@ def test_history_is_spaced_in_rollouts_as_in_training(fresh, monkeypatch):
     steps = data.starts[long] + torch.tensor([0, 2, 7])
     present = steps + data.episode_of_step[steps]
     trained = subsequence_at(video, present, model.config)
-    seen = {}
+    memory = {}
 
     def remember(history, actions, poses, noise):
-        seen.update(history=history, history_actions=actions, history_poses=poses)
+        memory.update(history=history, history_actions=actions, history_poses=poses)
         return original(history, actions, poses, noise)
 
     original = model.transformer.remember
     monkeypatch.setattr(model.transformer, "remember", remember)
     model.imagine(latent_at(model, data, steps), data.actions[steps])
-    for name, value in seen.items():
+    for name, value in memory.items():
         assert torch.allclose(value, getattr(trained, name), atol=1e-4), name
     assert torch.allclose(trained.history_actions[0], trained.history_actions[0, :1])
 
@@ -307,9 +307,9 @@ def test_own_predictions_take_the_place_of_true_history():
 def test_an_untrained_model_repeats_the_last_frame(fresh):
     model, data = fresh
     steps = torch.arange(3)
-    _, seen = model.generate(latent_at(model, data, steps), data.actions[steps[:, None] + torch.arange(4)])
+    _, predictions = model.generate(latent_at(model, data, steps), data.actions[steps[:, None] + torch.arange(4)])
     last = torch.from_numpy(context_at(data, steps).last(IMAGE))
-    for imagined in seen:
+    for imagined in predictions:
         assert float((psnr(imagined.observation[IMAGE], last)).min()) > 20
 
 
@@ -322,9 +322,12 @@ def test_several_cameras_are_predicted_together():
     model = VideoModel.build(TINY, spec, data, 0)
     latent = model.initial(context_at(data, torch.arange(3)), np.arange(3))
     assert latent["latents"].shape == (3, 6, 4, 8, 4) and latent["frames"].shape == (3, 2, 2 * PIXELS, PIXELS, 3)
-    _, seen = model.imagine(latent, data.actions[:3])
+    _, prediction = model.imagine(latent, data.actions[:3])
     for key in (IMAGE, second):
-        assert seen.observation[key].shape == (3, PIXELS, PIXELS, 3) and seen.observation[key].dtype == torch.uint8
+        assert (
+            prediction.observation[key].shape == (3, PIXELS, PIXELS, 3)
+            and prediction.observation[key].dtype == torch.uint8
+        )
     followed = follow(model, data, data.starts[:2], 3)
     assert followed.imagined[second].shape == followed.real[second].shape == (2, 4, PIXELS, PIXELS, 3)
     assert np.array_equal(followed.imagined[IMAGE][:, 0], followed.real[IMAGE][:, 0])
@@ -338,8 +341,8 @@ def test_images_alone_are_enough():
     video = model.encode_episodes(data)
     assert isinstance(video, LatentVideo) and video.poses.shape[1] == 1
     context = Context({IMAGE: data.observation[IMAGE][:2, None].numpy()})
-    _, seen = model.imagine(model.initial(context, np.arange(2)), data.actions[:2])
-    assert set(seen.observation) == {IMAGE}
+    _, prediction = model.imagine(model.initial(context, np.arange(2)), data.actions[:2])
+    assert set(prediction.observation) == {IMAGE}
 
 
 def test_bad_settings_and_data_are_refused():

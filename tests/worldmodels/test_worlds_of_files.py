@@ -39,12 +39,12 @@ def files(tmp_path_factory):
         WRIST: torch.ones(frames, 8, 8, 3, dtype=torch.uint8),
     }
     fields = {key: Field(tuple(image.shape[1:]), "uint8", 0, 255) for key, image in images.items()}
-    seen = replace(
+    dataset = replace(
         episodes,
         observation={**episodes.observation, **images},
         observation_fields={**episodes.observation_fields, **fields},
     )
-    write_dataset(seen, root / "data", images="png")
+    write_dataset(dataset, root / "data", images="png")
     return root
 
 

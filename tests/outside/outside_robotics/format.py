@@ -64,6 +64,8 @@ class LinearFormat(ForeignFormat):
         """Return the policy; CheckpointError without its gains."""
         if not (folder / WEIGHTS).is_file():
             raise CheckpointError(f"{folder / WEIGHTS} does not exist.")
-        said = Checkpoint.open(folder).description
+        description = Checkpoint.open(folder).description
         gains = np.load(folder / WEIGHTS, allow_pickle=False)["gains"]
-        return LinearPolicy(torch.tensor(gains, dtype=torch.float32, device=device), said["reads"], said["rate"])
+        return LinearPolicy(
+            torch.tensor(gains, dtype=torch.float32, device=device), description["reads"], description["rate"]
+        )

@@ -32,8 +32,8 @@ class Careful:
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
         """Decide as the other one does, less."""
-        found = self.policy.act(observation, generator, deterministic=deterministic)
-        return replace(found, actions=self.share * found.actions)
+        decision = self.policy.act(observation, generator, deterministic=deterministic)
+        return replace(decision, actions=self.share * decision.actions)
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the other one."""
