@@ -74,13 +74,15 @@ def data_instead(path: Path) -> str:
     if not path.exists() or (path / "config.json").is_file():
         return ""
     prefix = f"{path} contains recorded data, but a policy checkpoint is needed here."
-    if is_dataset(path):
-        return f"{prefix} Train a policy on it: robopolicy train {shlex.quote(str(path))}"
     try:
         other = what_it_is(path)
     except DataError as error:
         return str(error)
-    return f"{prefix} {other}" if other else ""
+    if other:
+        return f"{prefix} {other}"
+    if is_dataset(path):
+        return f"{prefix} Train a policy on it: robopolicy train {shlex.quote(str(path))}"
+    return ""
 
 
 def load_trainable(folder: Path | str, tuning: LeRobotTuning, device: torch.device | str = "cpu") -> Trainable:

@@ -16,6 +16,7 @@ import torch
 
 from robopolicy.core.episodes import Episodes, chosen_numbers
 from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.file_types import described_path
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.core.storage import reading, recover_folder, sweep
@@ -378,6 +379,6 @@ def _unknown(path: Path) -> str:
             "convert it to a LeRobotDataset."
         )
     return (
-        f"{path} has no known format ({', '.join(FORMATS.names())}). Save its arrays as .npz "
-        "(docs/guides/recorded_data.md lists the names), or add a format: convert.format=package.module:Class."
+        f"{path} is {described_path(path)} and has no known format ({', '.join(FORMATS.names())}). Save its arrays as "
+        ".npz (docs/guides/recorded_data.md lists the names), or add a format: convert.format=package.module:Class."
     )

@@ -127,11 +127,11 @@ def refuse_data(path: Path) -> None:
     """Raise an error where `path` holds recorded data, with the command that examines or converts it."""
     places = [path] if path.is_dir() else path.absolute().parents  # a table or a video of a dataset
     dataset = next((folder for folder in places if is_dataset(folder)), None)
+    if not (path / "config.json").is_file() and (hint := what_it_is(dataset or path)):
+        raise DataError(hint)
     if dataset is not None:
         relation = "is a LeRobotDataset" if dataset == path else f"belongs to the LeRobotDataset {dataset}"
         raise ConfigError(f"{path} {relation}: examine it with robopolicy doctor {shlex.quote(str(dataset))}")
-    if not (path / "config.json").is_file() and (hint := what_it_is(path)):
-        raise DataError(hint)
 
 
 def is_controller(found: Any) -> bool:
