@@ -92,7 +92,7 @@ def timed(collector: EpisodeCollector, turn: int) -> dict[str, float]:
 
 
 def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return what the turns of one way of collecting amount to."""
+    """Return the summary of all timing rounds of one collection method."""
     return {
         "episodes_per_second": float(np.median([row["episodes"] / row["seconds"] for row in rows])),
         "success_rate": sum(row["successes"] for row in rows) / sum(row["episodes"] for row in rows),

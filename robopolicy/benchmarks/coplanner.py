@@ -171,7 +171,7 @@ def demonstrations_and_policy(world: World, study: Study, scale: Scale, seed: in
 
 
 def explore(world: World, actor: Policy, steps: int, seed: int) -> Episodes:
-    """Return whole episodes of an actor, eight at a time, of at least so many control steps."""
+    """Return whole episodes of an actor, eight at a time, with at least this many control steps."""
     generator = Generators(seed)["act"]
     return record_until(
         steps, lambda turn: record(world, actor, episode_seeds(seed, str(turn), 8), generator=generator)
@@ -189,7 +189,7 @@ def train_model(world: World, episodes: Episodes, scale: Scale, seed: int) -> En
 
 
 def imagined_error(model: EnsembleModel, actor: Policy, shown: Episodes, scale: Scale, seed: int) -> float:
-    """Return how far imagined rollouts are from the simulator's, in standard deviations of recorded states."""
+    """Return the error of imagined rollouts in the simulator, in standard deviations of recorded states."""
     imagined_world = ImaginedWorld(model, recorded_starts(shown), scale.imagined)
     episodes = record(
         imagined_world, actor, episode_seeds(seed, "imagined", scale.imagined), generator=Generators(seed)["act"]
@@ -212,7 +212,7 @@ def following_error(model: EnsembleModel, episodes: Episodes, horizon: int = 10)
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return how true imagined rollouts are, and what exploring is worth."""
+    """Return the accuracy of imagined rollouts and the gain from exploration."""
     header = ["decides", "error of imagined rollouts", "error of the model after exploring", "success exploring"]
     runs, lines = list(figures["seeds"].values()), []
     for name in runs[0]:

@@ -104,7 +104,7 @@ def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict
 
 
 def course_of(task: str) -> Course:
-    """Return how a task's policy comes about; raises ConfigError for one of which that is not known."""
+    """Return the training course of a task's policy; raises ConfigError for a task without one."""
     if task not in COURSES:
         raise ConfigError(
             f"bench.tasks: the benchmark delay has no task '{task}'.{did_you_mean(task, COURSES)} {', '.join(COURSES)}."
@@ -185,9 +185,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
             jumps = [_mean(seeds, name) for name in ("border_jump", "inner_jump")]
             cells = [rate_text(rates[delay]) if delay in rates else "" for delay in SHARES]
             lines.append([name, *cells, f"{100 * ratio:.0f} %", *jumps])
-        title = (
-            f"{task}: success where a decision takes so many chunks of {COURSES[task].chunk} steps, {count} seeds of"
-        )
+        title = f"{task}: success by inference latency in chunks of {COURSES[task].chunk} steps, {count} seeds of"
         result_tables.append(
             Table(f"{title} {EPISODES} episodes; mean jump of an action at a delay of {HALF}", header, lines)
         )

@@ -330,7 +330,7 @@ def number(value: float) -> str:
 
 
 def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
-    """Return how learned values grow."""
+    """Return the growth of learned values."""
     caption = "Mean value where rollouts begin, one line a seed, on a logarithmic scale."
     return [
         Section(

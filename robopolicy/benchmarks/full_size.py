@@ -1,4 +1,4 @@
-"""What do decisions and fine-tuning take of SmolVLA and pi0 at their own sizes, and is it what was planned?
+"""Memory and time of inference and fine-tuning for full-size SmolVLA and pi0, compared with the planned values.
 
 Their weights are random, which costs what taught ones cost; all else is LeRobot's own: classes, sizes, processors. A
 row of fine-tuning is what `robopolicy finetune` does, in a world with a camera: collecting, scoring, steps, judging.
@@ -131,7 +131,7 @@ def _decisions(config: Config, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def _tokens(policy: Trainable, device: torch.device) -> int:
-    """Return how many tokens are read before a decision."""
+    """Return the number of tokens that a policy call reads."""
     encode: Any = policy
     observation = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
     with torch.no_grad():

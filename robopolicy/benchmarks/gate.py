@@ -77,7 +77,7 @@ class Attack:
     seeds: np.ndarray
 
     def success(self, policy: Policy, label: str) -> np.ndarray:
-        """Return what each real episode came to, [E] bool, without exploration noise."""
+        """Return the success [E] bool of each real episode without exploration noise."""
         result = evaluate_policy(self.world, policy, self.seeds, device=choose_device(self.config.run), label=label)
         return result.success
 
@@ -114,7 +114,7 @@ def measure(config: Config, root: Path, task: str, seed: int, parts: Sequence[st
 
 
 def path_of(folder: Path, name: str) -> Path:
-    """Return where what was found of a candidate or an arm is kept."""
+    """Return the path of the stored results of a candidate or an arm."""
     return folder / f"{name.replace(', ', '_').replace(': ', '_').replace(' ', '_')}.json"
 
 
@@ -156,7 +156,7 @@ def model_of(shared: Sequence[str], root: Path, log: Path, seed: int, name: str)
 
 
 def base_values(attack: Attack) -> Values:
-    """Return what the policy as it came is worth, for real and to every judge, and up to where judges are believed."""
+    """Return the base policy's value, real and by every evaluator, and the ceilings up to which those are trusted."""
     ceilings = {name: ceiling_of(judge) for name, judge in attack.judges.items()}
     return {**asked(attack, attack.material.base, "the policy as it came"), "ceilings": ceilings}
 

@@ -1,4 +1,4 @@
-"""What the gate is attacked with: candidates made of a policy and its log, honest ones, and planted bad ones.
+"""Candidates for testing the gate, built from a policy and its log: genuine ones and planted bad ones.
 
 Planted are the ways in which learning from a log goes wrong: the wrong sign of the advantage, a critic whose mistakes
 are climbed, observations or actions that are not those of deployment, data too narrow, a world model that flatters, and
@@ -97,7 +97,7 @@ class Opposite(OfflineAgent):
 
 
 def improved(kind: str, settings: object, *, wrong: bool = False) -> Make:
-    """Return what makes a round of an improver of `offline`; wrong: by the opposite of its critic."""
+    """Return a candidate builder that runs one round of an `offline` improver; wrong: with the negated critic."""
 
     def make(material: Material, policy: Trainable, generators: Generators) -> Trainable:
         candidate, lesson = copy.deepcopy(policy), material.lesson
@@ -127,7 +127,9 @@ Change = Callable[[dict[str, Any], Episodes, Generators], dict[str, Any]]
 
 
 def imitated(choose: Choose, change: Change | None = None, settings: Imitation = Imitation()) -> Make:
-    """Return what imitates those episodes of the log that `choose` keeps, each batch as `change` returns it."""
+    """Return a candidate builder that imitates the log's episodes selected by `choose`, with batches changed by
+    `change`.
+    """
 
     def make(material: Material, policy: Trainable, generators: Generators) -> Trainable:
         candidate, spec = copy.deepcopy(policy), policy.spec
@@ -149,7 +151,7 @@ def every(episodes: Episodes, generators: Generators) -> Episodes:
 
 
 def outcomes(success: bool) -> Choose:
-    """Return what keeps successes alone, or failures."""
+    """Return a selection of successful episodes only, or of failed ones."""
 
     def choose(episodes: Episodes, generators: Generators) -> Episodes:
         assert episodes.success is not None
@@ -159,7 +161,7 @@ def outcomes(success: bool) -> Choose:
 
 
 def few(count: int) -> Choose:
-    """Return what keeps so many episodes at random."""
+    """Return a random selection of this many episodes."""
 
     def choose(episodes: Episodes, generators: Generators) -> Episodes:
         draws = generators["episodes"]
@@ -170,7 +172,7 @@ def few(count: int) -> Choose:
 
 
 def shifted(size: float) -> Change:
-    """Return what moves vectors of observations by `size` standard deviations of the log."""
+    """Return a change that shifts observation vectors by `size` standard deviations of the log."""
 
     def change(batch: dict[str, Any], episodes: Episodes, generators: Generators) -> dict[str, Any]:
         statistics, observation = episodes.statistics(), dict(batch["observation"])
@@ -183,7 +185,7 @@ def shifted(size: float) -> Change:
 
 
 def acted(scale: float = 1.0, noise: float = 0.0) -> Change:
-    """Return what multiplies actions and adds noise of so many of their standard deviations, within what was done."""
+    """Return a change that scales actions and adds noise, in their standard deviations, within the recorded range."""
 
     def change(batch: dict[str, Any], episodes: Episodes, generators: Generators) -> dict[str, Any]:
         statistics = episodes.statistics()["action"]
@@ -197,7 +199,9 @@ def acted(scale: float = 1.0, noise: float = 0.0) -> Change:
 
 
 def tuned(model: str, iterations: int) -> Make:
-    """Return what fine-tunes by PPO in a world model, as the task's recipe does, without a look at the real world."""
+    """Return a candidate builder that fine-tunes by PPO in a world model, as in the task's recipe, without real
+    evaluation.
+    """
 
     def make(material: Material, policy: Trainable, generators: Generators) -> Trainable:
         candidate = copy.deepcopy(policy)
@@ -220,7 +224,7 @@ def prepare(policy: Trainable, config: Config) -> None:
 
 
 def between(name: str, share: float) -> Make:
-    """Return what stands on the straight line of weights from the policy to another candidate."""
+    """Return a candidate builder that interpolates weights linearly between the policy and another candidate."""
 
     def make(material: Material, policy: Trainable, generators: Generators) -> Trainable:
         candidate = CANDIDATES[name].make(material, policy, material.draws(name))
@@ -235,7 +239,7 @@ def between(name: str, share: float) -> Make:
 
 
 def disturbed(size: float) -> Make:
-    """Return what adds noise to every weight, of so many standard deviations of its tensor."""
+    """Return a candidate builder that adds noise to every weight, in standard deviations of its tensor."""
 
     @torch.no_grad()
     def make(material: Material, policy: Trainable, generators: Generators) -> Trainable:

@@ -1,4 +1,4 @@
-"""How fast a policy decides in each way of computing it, and what that costs: actions off, and success lost.
+"""Inference speed of a policy by method, and its cost: action error and lost success.
 
 Three policies a task: one of 100 denoising steps in a transformer, as diffusion policies are usually trained, where
 block caching and better samplers have something to save; one of ten steps in the same network, and the recipe's own
@@ -221,7 +221,7 @@ class Way:
     caching: Caching | None = None
 
     def lean(self, arm: Arm) -> Policy:
-        """Return what decides the same, to 1e-5, without being compiled for every number of rows."""
+        """Return a policy with equal actions (to 1e-5) that is not compiled for every batch size."""
         if arm.config.engine != "compiled":
             return self.policy
         return with_engine(self.inner, replace(arm.config, engine="lean"), self.caching)
@@ -249,7 +249,7 @@ def loaded(run: Path, device: torch.device) -> DenoisingPolicy:
 
 
 def distilled(config: Config, root: Path, task: str, name: str, seed: int, steps: int) -> Path:
-    """Return the run folder of a policy distilled into so many steps, after distilling it where it is missing."""
+    """Return the run folder of a policy distilled into this many steps, after distilling it if it is missing."""
     label = f"{name}_in_{steps}"
     folder = root / task / "distill" / label / str(seed)
     if not is_complete(folder):
@@ -332,7 +332,7 @@ def row_of(arm: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
 
 
 def successes(rate: Mapping[str, float]) -> int:
-    """Return how many episodes succeeded."""
+    """Return the number of successful episodes."""
     return round(rate["success_rate"] * rate["episodes"])
 
 

@@ -62,7 +62,9 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def measure(config: Config, root: Path, arm: str, seed: int) -> dict[str, Any]:
-    """Return how an arm's policy does: as asked, with noise, under the controls and on what was held out."""
+    """Return the success of an arm's policy: as instructed, with noise, under the controls and on held-out
+    instructions.
+    """
     policy, costs = learned(config, root, arm, seed)
     trained = judged(config, root, arm, policy, seed, EPISODES)
     held_out = judged(config, root, f"{arm}_held_out", policy, seed, HELD_OUT, "world.options.instructions=held_out")

@@ -1,4 +1,4 @@
-"""What a policy learns from a log of its own alone, each way beside what it is to be compared with; then, deployed.
+"""Policy improvement from the policy's own log by several methods, each with its baseline; then a staged rollout.
 
 A policy that imitated demonstrations records a log: its own episodes, successes and failures. Of log and policy every
 way makes one candidate, by `robopolicy offline` without a gate, with that verb's defaults but for what is named here;
@@ -104,7 +104,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def measure(config: Config, root: Path, task: str, seed: int, parts: Sequence[str]) -> dict[str, Any]:
-    """Return what each part found with one seed."""
+    """Return the results of every part for one seed."""
     case = Case(config, root, task, seed)
     find = {
         "ways": lambda: {name: case.learned(name) for name in WAYS},
@@ -129,7 +129,7 @@ class Case:
         return compose([*settings_of(self.config, self.root, self.task, self.seed), *chosen])
 
     def place(self, verb: str, name: str, beyond: int = 0) -> Path:
-        """Return where a run lies whose seed is so much above the case's."""
+        """Return the folder of a run whose seed is offset from that of the case."""
         return self.root / self.task / verb / name / str(self.seed + beyond)
 
     def announce(self, name: str) -> None:
@@ -145,7 +145,7 @@ class Case:
         return logged(self.config, self.root, self.task, base, self.seed)
 
     def learned(self, name: str) -> dict[str, Any]:
-        """Return how well a candidate does, beside its base, without noise and with."""
+        """Return the success of a candidate and of its base, without and with noise."""
         way, folder = WAYS[name], self.place("offline", slug(name))
         if not is_complete(folder):
             data, policy = self.log(way.base), self.base(way.base)
@@ -156,7 +156,7 @@ class Case:
         return judged(read_json(folder / "result.json"))
 
     def agent(self, name: str) -> dict[str, Any]:
-        """Return how well an agent does that learned from the log, beside the policy that recorded it."""
+        """Return the success of an agent trained on the log and of the policy that recorded it."""
         folder = self.place("online", name)
         if not is_complete(folder):
             data, policy = self.log("diffusion"), self.base("diffusion")
@@ -166,7 +166,7 @@ class Case:
         return judged(read_json(folder / "result.json"))
 
     def deployed(self, name: str) -> dict[str, Any]:
-        """Return what a deployment came to, by how its coin falls, and what replacing the base at once would have."""
+        """Return the results of a staged rollout, by mixing unit, and of replacing the base at once."""
         self.learned(NEW[name])
         new, results = self.place("offline", slug(NEW[name])) / "checkpoint", dict[str, Any]()
         for coin, title in COINS.items():
@@ -181,7 +181,7 @@ class Case:
         return results
 
     def corrected(self, name: str) -> dict[str, Any]:
-        """Return how well a policy does that learned, from the beginning, from demonstrations and what is named."""
+        """Return the success of a policy trained from scratch on demonstrations and the named data."""
         folder, settings = self.place("train", slug(name)), CORRECTIONS[name]
         if not is_complete(folder):
             self.announce(f"learning from {name}")

@@ -1,6 +1,6 @@
 """Success rates in tables: pooled over seeds with a Wilson interval, and their spread from seed to seed.
 
-The two answer different questions. A Wilson interval says how well so many episodes measure one trained policy; the
+The two answer different questions. A Wilson interval tells how precisely the episodes measure one trained policy; the
 mean and range over seeds say how much training itself varies. Tables name which is which.
 """
 

@@ -63,7 +63,7 @@ def settings_of(config: Config, root: Path, recipe: str, seed: int) -> Config:
 
 
 def _other_threads(chosen: Config) -> str:
-    """Return what names of runs end with where there are not as many threads as usual."""
+    """Return the suffix of run names if the number of threads is not the default."""
     return "" if chosen.run.threads == Config().run.threads else f"_threads_{chosen.run.threads}"
 
 

@@ -31,7 +31,7 @@ def physics(state: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def replay(states: Tensor, actions: Tensor) -> Tensor:
-    """Return where the simulator ends up, [R, L, 19], from states [R, 19] under actions [R, L, 2] in its units."""
+    """Return the simulator's states [R, L, 19] after states [R, 19] under actions [R, L, 2] in its units."""
     world = MujocoWorld(load_task(TASK), len(states))
     interface = Interface.of(world.spec)
     world.reset(seeds=np.arange(len(states)))

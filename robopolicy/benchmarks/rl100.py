@@ -38,7 +38,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def measure(config: Config, root: Path, task: str, seed: str) -> dict[str, Any]:
-    """Return what every stage came to on one task and seed; see `stage_summary`."""
+    """Return the summary of every stage on one task and seed; see `stage_summary`."""
     folder = root / "pipeline" / task / seed
     overrides = ",".join(f"'{each}'" for each in config.bench.overrides)
     shared_settings = [f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"]

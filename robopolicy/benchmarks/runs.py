@@ -1,4 +1,4 @@
-"""What benchmarks share: recordings, pre-training, world models and fine-tuning, each in a run folder of its own.
+"""Shared parts of benchmarks: recordings, pre-training, world models and fine-tuning, each in its own run folder.
 
 A benchmark that was interrupted goes on where it stopped, and each of its runs can be looked at by itself.
 """
@@ -47,7 +47,7 @@ class Changes:
     tasks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def of(self, task: str) -> tuple[str, ...]:
-        """Return what is changed about the recipe of a task."""
+        """Return the settings that differ from the recipe of a task."""
         return *self.always, *self.tasks.get(task, ())
 
 
@@ -223,7 +223,7 @@ def modelled(config: Config, root: Path, task: str, label: str, seed: int, setti
 
 
 def run_variant(config: Config, root: Path, task: str, label: str, variant: Variant, seed: int) -> Outcome:
-    """Return what fine-tuning a variant gave, after doing what is missing under root/task."""
+    """Return the outcome of fine-tuning a variant, after running the missing steps under root/task."""
     run_folder = root / task / "finetune" / label / str(seed)
     if not is_complete(run_folder):
         if variant.base in TUNED_BASES:

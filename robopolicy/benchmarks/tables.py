@@ -26,12 +26,12 @@ READMES = (HERE / "README.md", HERE.parents[1] / "README.md")
 
 
 def figures_of(name: str) -> Path:
-    """Return where the published figures of a benchmark lie, or would."""
+    """Return the path of a benchmark's published figures, which may not exist."""
     return resource("assets", f"figures/{name}.json")
 
 
 def picture_of(name: str) -> Path:
-    """Return where the plot of a benchmark's published figures lies, or would."""
+    """Return the path of the plot of a benchmark's published figures, which may not exist."""
     return resource("assets", f"pictures/{name}.svg")
 
 
@@ -61,7 +61,7 @@ def markdown(table: Table) -> str:
 
 
 def block(name: str, folder: Path) -> str:
-    """Return what stands between the markers of benchmark `name`, in a README that lies in `folder`.
+    """Return the text between the markers of benchmark `name` in the README in `folder`.
 
     Raises ConfigError where there is no such name.
     """
@@ -99,7 +99,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return which tables were written, and which wait for their figures."""
+    """Return the tables that were written and those whose figures are missing."""
     lines = [
         [
             name,

@@ -270,7 +270,7 @@ def pi_processors(config: Any, statistics: Mapping[str, Any], tokenizer: Path) -
 
 @contextmanager
 def pi_of(sizes: Sizes, vocabulary: int = 256) -> Iterator[None]:
-    """Let LeRobot's pi0, pi05 and pi0_fast have these sizes inside, and so many words."""
+    """Let LeRobot's pi0, pi05 and pi0_fast have these sizes and this vocabulary size."""
     from lerobot.policies.pi0 import modeling_pi0
     from lerobot.policies.pi0_fast import modeling_pi0_fast
     from lerobot.policies.pi05 import modeling_pi05

@@ -70,7 +70,7 @@ class Scale:
 
 
 def collect(task: str, seed: int, steps: int, noise: float) -> Episodes:
-    """Return at least so many control steps of a noisy expert, in whole episodes."""
+    """Return at least this many control steps of a noisy expert, in complete episodes."""
     world = make_world(task, 64, seed=seed)
 
     def play(turn: int) -> Episodes:
@@ -101,7 +101,7 @@ def train_agent(
     seed: int,
     synthesise: Callable[[Td3Bc], Transitions] | None = None,
 ) -> Td3Bc:
-    """Return TD3+BC on recorded transitions, or on mostly synthetic ones, drawn anew every so many updates.
+    """Return TD3+BC on recorded transitions, or on mostly synthetic ones, sampled again at a fixed interval of updates.
 
     synthesise: agent -> synthetic transitions for this agent.
     """
@@ -223,12 +223,12 @@ def _ensemble_error(
 
 
 def by_step(error: Tensor) -> dict[str, float]:
-    """Return {steps: error after so many} of errors [L], at the steps that tables show."""
+    """Return {number of steps: error} of errors [L], for the numbers of steps in the tables."""
     return {str(step): float(error[step - 1]) for step in SHOWN if step <= len(error)}
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return what guidance does to trajectories, and what agents learn from them; means over the seeds."""
+    """Return the effect of guidance on trajectories and the success of agents trained on them; means over the seeds."""
     runs = list(figures["seeds"].values())
     steps = list(next(iter(runs[0]["guidance"].values()))["error_after_steps"])
     header = ["guidance", "log-likelihood of the target policy", *(f"error after {step} steps" for step in steps)]

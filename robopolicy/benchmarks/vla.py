@@ -99,7 +99,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def kind_of(arm: str) -> str:
-    """Return which policy of LeRobot's it is."""
+    """Return the type of the LeRobot policy."""
     return arm.removesuffix(TAUGHT)
 
 
@@ -192,7 +192,7 @@ def compared(config: Config, checkpoint: Path) -> dict[str, float]:
 
 
 def lerobots_chunk(checkpoint: Path, observation: TensorObservation, noise: Tensor) -> Tensor:
-    """Return what LeRobot's classes decide from `noise`, nothing of ours between: [N, C, A] in the world's units."""
+    """Return the actions [N, C, A] of LeRobot's own classes from `noise`, in the world's units."""
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 

@@ -85,7 +85,7 @@ class JointModel(nn.Module):
         rewards, or states or actions differ in size from the world's.
         """
         model = cls(config, spec, seed)
-        # Evenly spaced over all episodes; so many are enough for means and deviations.
+        # Evenly spaced over all episodes; this number is enough for means and deviations.
         rows = torch.arange(episodes.step_count)[:: max(1, episodes.step_count // 20_000)]
         for name, value in model._frames(episodes, rows).items():
             if value.shape[1] != model.sizes[name]:

@@ -30,7 +30,7 @@ class FitConfig:
     gradient_clip: Positive = 1.0
     """Maximum global gradient norm."""
     ema_decay: Share = 0.995
-    """Decay of the exponential moving average of the weights, which is what is saved; 0 disables it."""
+    """Decay of the exponential moving average of the weights, which is saved instead of them; 0 disables it."""
     ema_power: Positive = 0.75
     """EMA warm-up: after step s the decay is at most 1 - (1 + s)^-power."""
     log_every: Count = 100
