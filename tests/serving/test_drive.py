@@ -268,7 +268,7 @@ def test_settings_that_change_nothing_are_named(chosen, named):
     client = Forecaster()
     client.metadata["action"] = Field((1,), names=("x.vel",)).to_json()
     config = SimpleNamespace(drive=DriveSection(**chosen))
-    with pytest.warns(RobopolicyWarning, match=f"{named} is not used"):
+    with pytest.warns(RobopolicyWarning, match=f"{named} has no effect"):
         _settings(cast(Any, config), cast(Any, client))
 
 
