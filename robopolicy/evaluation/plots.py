@@ -181,13 +181,13 @@ def swept_settings(
     """Plot a sweep: per setting one point per seed, their mean, and the pooled interval where there is one."""
     with drawing():
         figure, axes = new_axes(height=max(1.8, 0.42 * len(values) + 1.0))
-        for place, (name, seed_values) in enumerate(reversed(values.items())):
+        for place, (name, seed_values) in enumerate(reversed(list(values.items()))):
             if name in intervals:
                 axes.plot(intervals[name], [place, place], color=TUNED, linewidth=5, alpha=0.2, solid_capstyle="butt")
             axes.plot(seed_values, [place] * len(seed_values), "o", color=BASE, markersize=4, alpha=0.8)
             if seed_values:
                 axes.plot([float(np.mean(seed_values))], [place], "D", color=TUNED, markersize=6)
-        axes.set_yticks(range(len(values)), list(reversed(values)))
+        axes.set_yticks(range(len(values)), list(values)[::-1])
         axes.set(xlabel=metric, ylim=(-0.6, len(values) - 0.4))
         return as_svg(figure)
 
