@@ -203,11 +203,13 @@ def test_a_log_alone_is_judged_by_the_gate_and_real_success_is_not_claimed(root:
     text = said(capsys)
     result_json = result(root, "log")
     assert "world=reach_planar, which the checkpoint records" in text and "fitted Q evaluation" in text
-    assert status == (0 if result_json["accepted"] else 1) and len(result_json["rounds"]) == 1
+    assert status == 1 and not result_json["improve"]["improved"] and len(result_json["rounds"]) == 1
+    assert result_json["improve"]["policy"] == str(checkpoint(root))
+    assert not result_json["accepted"] or "robopolicy deploy" in text
     (judgement,) = result_json["rounds"][0]["verdict"]["judgements"]
     page = (root / "improve" / "log" / "0" / "report.html").read_text()
     assert f"[{judgement['bootstrap'][0]:+.3f}" in page and "Real success: nothing was executed" in page
-    assert "verdicts" not in result_json and "success" not in result_json["improve"]["reason"]
+    assert "verdicts" not in result_json
 
 
 @pytest.mark.long

@@ -4,10 +4,10 @@ world=NAME evaluates the checkpoint, fine-tunes it with RL in this simulator, an
 initial states. data=LOG improves it from recorded data alone, through a gate. With both, it fine-tunes in the
 simulator; the log's successful episodes are imitated as well if the world has several instructions. With neither, the
 simulator is the one in which the checkpoint was trained. The improved policy is chosen only if the paired test (or the
-gate) finds it better; otherwise the base policy is kept. Time and memory are estimated from a short measurement;
-improve.plan_only=true stops after the plan. Every command of the plan also works by itself. If interrupted, run the
-same command again: finished stages are kept, the interrupted one resumes. Exit status 0: an improved policy was chosen,
-1: the base policy is kept.
+gate, by more than fitted Q evaluation) finds it better; otherwise the base policy is kept. Time and memory are
+estimated from a short measurement; improve.plan_only=true stops after the plan. Every command of the plan also works by
+itself. If interrupted, run the same command again: finished stages are kept, the interrupted one resumes. Exit status
+0: an improved policy was chosen, 1: the base policy is kept.
 """
 
 import json
@@ -65,8 +65,8 @@ COSTS = "costs.json"
 """File with the seconds of the stages so far."""
 TRIED = 64
 """Number of episodes of each evaluation in the measurement."""
-PARTS = (0.02, 0.08)
-"""Fractions of the updates of `offline` in its two measurements."""
+PARTS = (0.02, 0.02, 0.1)
+"""Fractions of the updates of `offline` in its short runs, of which the first only loads what they need."""
 PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)(?:[A-Za-z_/~]|\.\.?/)[\w./@%+~-]*", re.IGNORECASE)
 """Text that a setting may contain without quotes."""
 SIMULATED = (
@@ -76,6 +76,13 @@ SIMULATED = (
 IMITATING = (
     "The world has several instructions: there, imitating demonstrations while fine-tuning raised success from 84.3 to "
     "92.2 % (docs/results.md), so the successful episodes of the log are imitated as well."
+)
+
+
+UNSURE = (
+    "Fitted Q evaluation alone also accepts worse policies, so the base policy remains the one to serve until the "
+    "candidate is evaluated or deployed gradually. An evaluation in a world model of the log is enough too: "
+    "\"improve.overrides=['gate.evaluators=[model,fqe]','gate.models=[MODEL]']\""
 )
 
 
@@ -248,8 +255,8 @@ def plan_log(config: Config, root: Path, policy: Policy, plan: dict[str, Any]) -
         stage["settings"].append(f"offline.rounds={rounds}")
     plan["stages"] = [{**stage, "seconds": fixed + rounds * once}]
     plan["estimate"] = (
-        f"from two short runs of offline, measured just now on this machine and extrapolated to {rounds} rounds of at "
-        f"most {once:.0f} s"
+        f"from short runs of offline, measured just now on this machine and extrapolated to offline.rounds={rounds} of "
+        f"{in_time(once)} each"
     )
     plan["memory"] = memory_used()
     plan["limits"] += [
@@ -325,8 +332,8 @@ def speed_of_finetuning(stage: Mapping[str, Any], config: Config) -> dict[str, f
     small = ["finetune.iterations=1", "finetune.critic_warmup=0", "finetune.evaluate_every=0", "finetune.patience=0"]
     small += ["finetune.target_success=null", f"finetune.evaluate_episodes={episodes}"]
     output.print("Measuring one iteration of fine-tuning ...")
-    seconds, folder, result = trial(stage, small, config)
-    last = folder[-1]
+    seconds, _, metrics, result = trial(stage, small, config)
+    last = metrics[-1]
     iteration = last["seconds_collect"] + last["seconds_update"]
     modes = [result[name][mode] for name in ("base", "tuned") for mode in ("deterministic", "stochastic")]
     evaluation_seconds = sum(mode["seconds"] for mode in modes)
@@ -376,31 +383,36 @@ def too_short(minutes: float, seconds: float) -> ConfigError:
 
 
 def speed_of_offline(stage: Mapping[str, Any]) -> tuple[float, float]:
-    """Run `offline` twice with few updates; return the seconds of one complete round, and of everything else."""
+    """Run `offline` with few updates; return the seconds of one complete round, and of everything else.
+
+    Differences are measured in CPU time, which other processes do not disturb, and converted to wall time.
+    """
     section = composed(stage)
     plain = {"offline.critic.steps": section.offline.critic.steps, "gate.steps": section.gate.steps}
     if steps := getattr(section.offline.improve.config, "steps", 0):
         plain["offline.improve.steps"] = steps
-    output.print("Measuring two short runs of offline ...")
-    seconds = []
+    output.print("Measuring short runs of offline ...")
+    runs = []
     for part in PARTS:
         small = [f"{key}={max(1, round(part * steps))}" for key, steps in plain.items()]
-        seconds.append(trial(stage, [*small, "offline.rounds=1"])[0])
-    slope = max(seconds[1] - seconds[0], 0.01) / (PARTS[1] - PARTS[0])
-    return slope, max(seconds[0] - PARTS[0] * slope, 0.0)
+        runs.append(trial(stage, [*small, "offline.rounds=1"])[:2])
+    _, (wall, busy), (longer_wall, longer_busy) = runs
+    waiting = (wall + longer_wall) / max(busy + longer_busy, 0.01)
+    slope = max(longer_busy - busy, 0.01) / (PARTS[2] - PARTS[1]) * waiting
+    return slope, max(busy * waiting - PARTS[1] * slope, 0.0)
 
 
 def trial(
     stage: Mapping[str, Any], small: Sequence[str], config: Config | None = None
-) -> tuple[float, list[dict[str, Any]], dict[str, Any]]:
-    """Run a stage with smaller settings in a temporary folder; return its seconds, metrics and result.
+) -> tuple[float, float, list[dict[str, Any]], dict[str, Any]]:
+    """Run a stage with smaller settings in a temporary folder; return its seconds, CPU seconds, metrics and result.
 
     config: of `improve`, where a recipe may be at fault for an error, which then says so.
     """
     with tempfile.TemporaryDirectory() as place, silence():
         settings = [*stage["settings"], *small, setting("run.root", place), "run.tracker="]
         configuration = composed({**stage, "settings": settings})
-        start_time = time.perf_counter()
+        start_time, busy = time.perf_counter(), cpu_seconds()
         try:
             VERBS.load(stage["verb"])(configuration)
         except ConfigError as error:
@@ -408,9 +420,9 @@ def trial(
             if config is None or config.improve.recipe or recipe in ("", "recipe=none"):
                 raise
             raise ConfigError(f"{error} (The plan uses {recipe}; improve.recipe=none uses the defaults.)") from error
-        seconds = time.perf_counter() - start_time
+        seconds, busy = time.perf_counter() - start_time, cpu_seconds() - busy
         folder = RunFolder(run_path(configuration, stage["verb"]))
-        return seconds, folder.metrics(), finished(folder) or {}
+        return seconds, busy, folder.metrics(), finished(folder) or {}
 
 
 @contextmanager
@@ -421,6 +433,11 @@ def silence() -> Iterator[None]:
         yield
     finally:
         output.quiet = before
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and its ended children so far, in seconds."""
+    return sum(os.times()[:4])
 
 
 def memory_used() -> float:
@@ -458,15 +475,13 @@ def run_stage(stage: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:
         output.print(f"{place.path} is done.")
         return result
     costs = costs_in(folder)
-    start_time, busy = time.perf_counter(), sum(os.times()[:4])
+    start_time, busy = time.perf_counter(), cpu_seconds()
     try:
         VERBS.load(stage["verb"])(config)
     finally:
         earlier = costs.get(stage["name"], {"seconds": 0.0, "cpu_seconds": 0.0})
-        stage_costs = {"seconds": time.perf_counter() - start_time, "cpu_seconds": sum(os.times()[:4]) - busy}
-        write_json(
-            folder.path / COSTS, {**costs, stage["name"]: {key: earlier[key] + stage_costs[key] for key in stage_costs}}
-        )
+        spent = {"seconds": time.perf_counter() - start_time, "cpu_seconds": cpu_seconds() - busy}
+        write_json(folder.path / COSTS, {**costs, stage["name"]: {key: earlier[key] + spent[key] for key in spent}})
     return finished(place) or {}
 
 
@@ -542,15 +557,19 @@ def from_log(config: Config, plan: Mapping[str, Any], folder: RunFolder) -> dict
     (stage,) = plan["stages"]
     result = run_stage(stage, folder)
     accepted, rounds = result["accepted"], result["rounds"]
-    path = run_path(composed(stage), "offline") / "checkpoint" if accepted else None
+    settings = composed(stage)
+    path, base = run_path(settings, "offline") / "checkpoint", config.improve.policy
     reason = f"The gate accepted {accepted} of {len(rounds)} candidates."
-    advice = [f"robopolicy evaluate {path} evaluate.base={config.improve.policy} world=NAME   # in a simulator, if any"]
-    advice.append(f"robopolicy deploy {path} {config.improve.policy} world=NAME   # replace it gradually")
+    advice = [f"robopolicy deploy {path} {base} world=NAME   # replaces the base gradually, with a success floor"]
+    advice.append(f"robopolicy evaluate {path} evaluate.base={base} world=NAME   # in a simulator, if there is one")
+    sure = accepted and not {"model", "world"}.isdisjoint(settings.gate.evaluators)
+    if accepted and not sure:
+        reason += f" {UNSURE}"
     if not accepted:
         reason += " The base policy is kept."
         more = "improve.overrides=['offline.extra_datasets=[DATASET]']"
         advice = [f"{again(config, 'run.name=more', more)}   # more episodes, best of all the policy's own"]
-    summary = outcome(config, plan, folder, {stage["name"]: result}, path, reason, advice)
+    summary = outcome(config, plan, folder, {stage["name"]: result}, path if sure else None, reason, advice)
     return {**summary, "rounds": rounds, "accepted": accepted}
 
 
