@@ -82,7 +82,7 @@ IMITATING = (
 UNSURE = (
     "Fitted Q evaluation alone also accepts worse policies, so the base policy remains the one to serve until the "
     "candidate is evaluated or deployed gradually. An evaluation in a world model of the log is enough too: "
-    "\"improve.overrides=['gate.evaluators=[model,fqe]','gate.models=[MODEL]']\""
+    "\"improve.overrides=['gate.evaluators=[model,fqe]','gate.models=[MODEL]','world.imagination.initial_states=data']\""
 )
 
 
