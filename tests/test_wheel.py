@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # thirty processes, each of which imports torch
 
 ROOT = Path(__file__).parents[1]
 UV = shutil.which("uv") or shutil.which("uv", path=Path(sys.executable).parent)
@@ -157,8 +157,8 @@ def test_every_recipe_composes_and_every_verb_explains_itself(run):
     [
         (["algorithms"], ["ppo"]),
         (["algorithms", "papers"], ["arXiv"]),
-        (["check", "push_cube"], ["keeps its contract"]),
-        (["bench", "sims"], ["comes with a checkout of robopolicy"]),
+        (["check", "push_cube"], ["contract check passed"]),
+        (["bench", "sims"], ["only in a checkout of robopolicy's repository"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
@@ -181,7 +181,6 @@ def test_other_verbs(run, words, texts):
         (["convert", "demo.hdf5", "out"], "convert"),
         (["convert", "demo.zarr", "out"], "convert"),
         (["check", "demo.hdf5"], "convert"),
-        (["train", *TINY, "policy.kind=token"], "vla"),
         (["train", *TINY, "run.tracker=tensorboard"], "track"),
         (["train", *TINY, "run.tracker=wandb"], "track"),
         (["train", *TINY, "run.tracker=trackio"], "track"),
