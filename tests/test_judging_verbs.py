@@ -92,8 +92,8 @@ def test_a_judge_that_knows_too_little_of_a_policy_is_left_out_of_the_bakeoff(ro
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["offline", "gate.data=[somewhere]"], "gate.data is not read by offline: evaluators use a fraction"),
-        (["offline", "gate.candidate=here"], "gate.candidate is not read by offline"),
+        (["offline", "gate.data=[somewhere]"], "offline does not use gate.data: evaluators use a fraction"),
+        (["offline", "gate.candidate=here"], "offline does not use gate.candidate"),
         (["offline", "gate.incumbent=here"], "the policy to improve is offline.policy=CHECKPOINT"),
         (["offline", "gate.evaluators=[model,importance]"], "works only in robopolicy gate and bakeoff"),
         (["collect", "collect.chains=true"], "set collect.policy=CHECKPOINT"),

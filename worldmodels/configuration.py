@@ -137,9 +137,10 @@ class LatentEnsembleConfig:
 
 @dataclass(frozen=True)
 class TrajectoryConfig:
-    """length: steps of a subsequence; width, depth: of the U-Net over time, whose width is best twice the channels of a
-    step (with fewer, the first layer loses information); edm: the paper's values except for fewer steps; head_width:
-    width of the reward and success heads; success_head: type of success head, see SUCCESS_HEADS.
+    """Settings of a trajectory diffusion model. length: steps of a subsequence; width, depth: of the U-Net over time,
+    whose width is best twice the channels of a step (with fewer, the first layer loses information); edm: the
+    paper's values except for fewer steps; head_width: width of the reward and success heads; success_head: type of
+    success head, see SUCCESS_HEADS.
     """
 
     length: int = 32
@@ -289,9 +290,9 @@ class RssmConfig:
 
 @dataclass(frozen=True)
 class PixelSize:
-    """grid: side length in pixels of the U-Net's finest maps (0: the image's own); channels and residual blocks
-    (layers) per resolution, each half as fine as the previous one; readout, hidden: channels of the readout's first
-    convolution, width of its layers.
+    """Network sizes of the pixel diffusion model. grid: side length in pixels of the U-Net's finest maps (0: the
+    image's own); channels and residual blocks (layers) per resolution, each half as fine as the previous one;
+    readout, hidden: channels of the readout's first convolution, width of its layers.
     """
 
     grid: int
@@ -382,10 +383,10 @@ class PixelDiffusionConfig:
 
 @dataclass(frozen=True)
 class VideoSize:
-    """channels: of the autoencoder's resolutions, each half as fine as the previous one, the finest half the image's;
-    latent: channels of a latent; patch: side length of a token in latents; width, depth, heads: of the transformer;
-    maps: channels of the convolutions around it; readout, hidden: channels of the readout's first convolution, width of
-    its layers.
+    """Network sizes of the video model. channels: of the autoencoder's resolutions, each half as fine as the previous
+    one, the finest half the image's; latent: channels of a latent; patch: side length of a token in latents; width,
+    depth, heads: of the transformer; maps: channels of the convolutions around it; readout, hidden: channels of the
+    readout's first convolution, width of its layers.
     """
 
     channels: tuple[int, ...]

@@ -52,7 +52,9 @@ def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Segments:
-    """index: [N] int64 in [0, count), the segment of every entry; count: number of segments S."""
+    """Assignment of entries to segments. index: [N] int64 in [0, count), the segment of every entry; count: number of
+    segments S.
+    """
 
     index: Tensor
     count: int

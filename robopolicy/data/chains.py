@@ -27,8 +27,8 @@ DENSITY = "chain.log_density"
 
 @dataclass(frozen=True)
 class Chains:
-    """step: [D] int64, index of the recorded step at which each decision starts, in temporal order; chain: [D, K+1, P,
-    A].
+    """Recorded denoising chains. step: [D] int64, index of the recorded step at which each decision starts, in temporal
+    order; chain: [D, K+1, P, A].
 
     log_density: [D, K], of every denoising step under the policy that acted; None until computed.
     """

@@ -78,8 +78,8 @@ COLUMNS = (GAUSSIAN, RANDOM, SEGMENT, TRUNCATED)
 
 @dataclass(frozen=True)
 class Disturbance:
-    """gaussian: standard deviation of noise on every action, as a fraction of half its range; random: fraction of
-    control steps with a uniform action instead.
+    """Noise on an actor at one level. gaussian: standard deviation of noise on every action, as a fraction of half its
+    range; random: fraction of control steps with a uniform action instead.
     """
 
     gaussian: float

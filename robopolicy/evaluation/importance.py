@@ -29,7 +29,8 @@ from robopolicy.rl.offline.decisions import ROWS, observed_at
 
 @dataclass(frozen=True)
 class Estimate:
-    """values: [E], whose mean is the estimate; effective: effective sample size of the episode weights, at most E.
+    """Importance-sampling estimate. values: [E], whose mean is the estimate; effective: effective sample size of the
+    episode weights, at most E.
 
     clipped: fraction of the weights that exceeded the limit and were reduced to it.
     """

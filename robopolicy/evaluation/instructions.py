@@ -132,8 +132,9 @@ def judge_controls(
     beside: EvaluationResult,
     judge: Callable[[Policy, str], EvaluationResult],
 ) -> dict[str, Control]:
-    """Evaluate the controls and return them by name; judge: evaluates the given policy on the seeds of `beside`, under
-    a label.
+    """Evaluate the language controls and return them by name.
+
+    judge: function (policy, label) that evaluates a policy on the seeds of `beside`.
 
     A policy that does not know an instruction refuses it; the control then contains the reason.
     """

@@ -106,7 +106,7 @@ class SmoothnessMeter:
         self._add("inner_jump", jumps, valid[:, 1:] & ~border[1:] & is_counted)
 
     def _add(self, name: str, differences: Array, counted: Array) -> None:
-        """differences: [B, T, A]; counted: [B, T] bool."""
+        """Add differences to the sums. differences: [B, T, A]; counted: [B, T] bool."""
         values = np.abs(differences[counted])
         self._sums[name][0] += float(values.mean(-1).sum()) if len(values) else 0.0
         self._sums[name][1] += len(values)

@@ -82,7 +82,7 @@ class WordTokenizer:
         return tokens, tokens != self._index[PADDING]
 
     def save(self, folder: Path) -> None:
-        """Saves nothing: the instructions in the config are sufficient."""
+        """Save nothing: the instructions in the config are sufficient."""
 
     def _words_of(self, text: str) -> list[str]:
         """Return the words of a text, replacing words that differ only in punctuation by their known form."""

@@ -71,7 +71,7 @@ class ShowsNormalizers(Protocol):
     """A policy that shows what it was fitted on, or a network that is to be fitted on data before training."""
 
     def normalizers(self) -> Mapping[str, Normalizer]:
-        """Return the normalisers by observation key, and a policy's of its actions under `ACTION`."""
+        """Return the normalisers by observation key; a policy's normaliser of actions is under the key `ACTION`."""
         ...
 
 

@@ -69,7 +69,7 @@ class RobopolicyPolicy(PreTrainedPolicy):
     def from_pretrained(
         cls, pretrained_name_or_path: str | Path, *, config: PreTrainedConfig | None = None, **kwargs: Any
     ) -> "RobopolicyPolicy":
-        """Load a folder made by `save_pretrained`; raises CheckpointError where it is none. Nothing is downloaded."""
+        """Load a folder made by `save_pretrained`; raises CheckpointError if it is not one. Nothing is downloaded."""
         folder = Path(pretrained_name_or_path)
         if not (folder / "config.json").is_file():
             raise CheckpointError(

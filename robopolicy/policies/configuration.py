@@ -233,8 +233,8 @@ class JointConfig:
     values: Count = 2
     """Values imagined for each of the two futures of a candidate."""
     aggregate: str = "majority"
-    """Aggregation of a candidate's values into one score: mean, lower_bound, median, or majority (mean of the values on
-    the side that has more of them).
+    """Aggregation of a candidate's values into one score: mean, lower_bound, median, or majority (mean of the
+    values on the side of the midrange with more values).
     """
     edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=6, order=1, sigma_max=20.0))
 
@@ -253,8 +253,8 @@ class JointConfig:
 
 @dataclass(frozen=True)
 class Reach:
-    """history: number of frames read; chunk: control steps executed per decision; prediction: control steps
-    predicted.
+    """Horizons of a policy. history: number of frames read; chunk: control steps executed per decision; prediction:
+    control steps predicted.
     """
 
     history: int

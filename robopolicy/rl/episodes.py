@@ -48,7 +48,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Branching:
-    """at: chunks (from 0) at which every running episode splits; width: number of resulting episodes, including itself.
+    """Branching of episodes. at: chunks (from 0) at which every running episode splits; width: number of resulting
+    episodes, including itself.
 
     step: number of denoising steps of the chunk that the branches share (BranchGRPO's tree over the denoising chain; 0
     shares the initial noise); several values split after each of them, and every branch splits again; None: episodes

@@ -41,7 +41,9 @@ class StoresPairs(Protocol):
 
 @dataclass(frozen=True)
 class Pairs:
-    """rollouts: episodes with `preferred` in their extras; instructions: texts indexed by their `task`."""
+    """Stored preference pairs. rollouts: episodes with `preferred` in their extras; instructions: texts indexed by
+    their `task`.
+    """
 
     rollouts: Rollouts
     instructions: tuple[str, ...]

@@ -41,7 +41,9 @@ REMEMBERED_TURNS = 4096
 
 @dataclass(frozen=True)
 class Answer:
-    """actions: [C, A], or the full prediction [P, A]; seconds: inference time, shared by the batch."""
+    """Answer to one request. actions: [C, A], or the full prediction [P, A]; seconds: inference time, shared by the
+    batch.
+    """
 
     actions: np.ndarray
     seconds: float

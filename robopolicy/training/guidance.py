@@ -215,9 +215,9 @@ EXPERT_BATCH = 256
 
 @dataclass(frozen=True)
 class Guidance:
-    """teacher: another policy; demonstrations: states to start from; experts: recorded episodes to imitate; acting:
-    builds the policy that acts in rollouts (e.g. planning in a world model), None for the learner; pairs: preference
-    pairs of episodes, learned from without collecting.
+    """Additional inputs of fine-tuning. teacher: another policy; demonstrations: states to start from; experts:
+    recorded episodes to imitate; acting: builds the policy that acts in rollouts (e.g. planning in a world model),
+    None for the learner; pairs: preference pairs of episodes, learned from without collecting.
     """
 
     teacher: Policy | None = None

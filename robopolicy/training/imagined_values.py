@@ -51,9 +51,10 @@ class Agent(Protocol):
 
 @dataclass(frozen=True)
 class ImaginedValuesConfig:
-    """epochs: number of epochs, each with `rollouts` imagined rollouts and `updates` batches; keep: number of past
-    epochs whose transitions are stored; real_share: fraction of recorded transitions per batch; alarm: largest
-    allowed `beyond_bound` (see `learn_in_imagination`); training stops above it; 0 disables it.
+    """Settings of learning values in imagination. epochs: number of epochs, each with `rollouts` imagined rollouts and
+    `updates` batches; keep: number of past epochs whose transitions are stored; real_share: fraction of recorded
+    transitions per batch; alarm: largest allowed `beyond_bound` (see `learn_in_imagination`); training stops above
+    it; 0 disables it.
     """
 
     epochs: int = 20

@@ -48,7 +48,9 @@ class Sources:
 
 @dataclass(frozen=True)
 class Provider:
-    """add: (rollouts, sources) -> rollouts with the extra; requires: needs that must be satisfied first."""
+    """Provider of an extra column of rollouts. add: (rollouts, sources) -> rollouts with the extra; requires: needs
+    that must be satisfied first.
+    """
 
     add: Callable[[Rollouts, Sources], Rollouts]
     requires: frozenset[Need] = frozenset()

@@ -90,8 +90,8 @@ VERB = Verb(
 
 @dataclass(frozen=True)
 class Worlds:
-    """training: imagined world, truncated as configured; imagined, real: complete episodes, paired by seed, for
-    evaluation.
+    """Worlds of fine-tuning in imagination. training: imagined world, truncated as configured; imagined, real: complete
+    episodes, paired by seed, for evaluation.
     """
 
     training: ImaginedWorld

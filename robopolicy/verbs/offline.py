@@ -129,7 +129,7 @@ def refuse_unread(section: GateSection) -> None:
     }
     for name, way in ways.items():
         if getattr(section, name):
-            raise ConfigError(f"gate.{name} is not read by offline: {way}.")
+            raise ConfigError(f"offline does not use gate.{name}: {way}.")
     if "importance" in section.evaluators:
         raise ConfigError(
             "gate.evaluators=[importance] works only in robopolicy gate and bakeoff, with the denoising chains in "

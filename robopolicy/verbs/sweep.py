@@ -75,7 +75,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True)
 class Planned:
-    """A run before it runs: what to type, its configuration, and how the tables show it."""
+    """A planned run: its command line, its configuration, and its labels in the tables."""
 
     verb: str
     settings: list[str]

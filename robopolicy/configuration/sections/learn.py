@@ -40,7 +40,7 @@ class TrainSection(PretrainConfig):
     """Additional datasets of the same robot, such as corrections."""
     policy: Path | None = None
     """Checkpoint of a robopolicy policy to continue training, with more steps or other data, as a run with another
-    name. Its network and normalisers are kept, and policy.* is not read. For a LeRobot policy use policy.kind=lerobot
+    name. Its network and normalisers are kept, and policy.* is ignored. For a LeRobot policy use policy.kind=lerobot
     policy.path=FOLDER.
     """
     encoder: Path | None = None

@@ -47,8 +47,8 @@ class FqeConfig:
 
 @dataclass(frozen=True)
 class FittedQ:
-    """critics: of the policy; clipped: fraction of targets outside the range that rewards allow, in the last tenth of
-    the fit.
+    """Result of fitted Q evaluation. critics: of the policy; clipped: fraction of targets outside the range that
+    rewards allow, in the last tenth of the fit.
 
     loss: mean squared error in that tenth; diverged: whether `clipped` exceeds the alarm.
     """

@@ -48,7 +48,7 @@ class StoredPairs:
         self.groups, self.seed = config.groups, seed
 
     def collect(self, iteration: int) -> Rollouts:
-        """Return whole groups, marked as replayed and as collected by no version of this run's policy.
+        """Return complete groups, marked as replayed and as not collected by this run's policy.
 
         A frozen encoder's features of their images are added for this iteration.
         """
