@@ -160,7 +160,7 @@ def test_a_killed_run_goes_on_and_does_nothing_twice(root: Path, able: Path, cap
     assert [stage["verb"] for stage in told["stages"]] == ["evaluate", "finetune", "evaluate"]
     assert all(stage["env_steps"] > 0 and stage["cpu_seconds"] > 0 for stage in told["stages"])
     page = (folder / "report.html").read_text()
-    for text in ("Chosen: the", "What this could not tell", "CPU seconds", "base, deterministic", "Learning curve"):
+    for text in ("Chosen: the", "Limits of this improvement", "CPU seconds", "base, deterministic", "Learning curve"):
         assert text in page, text
     assert told["serve"] in page and page.count("<video") == 2 and "points" in page
     capsys.readouterr()

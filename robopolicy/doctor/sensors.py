@@ -316,7 +316,7 @@ def _linear(name: str, factor: float, offset: float) -> str:
 
 
 def near(x: np.ndarray, y: np.ndarray, scale: float, first: np.ndarray) -> bool:
-    """Whether elements [n] agree in 90 % of all frames, and in 90 % of the first frames of episodes (`first`: mask [n] bool)."""
+    """Whether elements [n] agree in 90 % of all frames, and in 90 % of the episodes' first frames (mask `first`)."""
     error = np.abs(x - y) / scale
     parts = [error, error[first]] if first.any() else [error]
     return all(np.quantile(part, 0.9) < TOLERANCE for part in parts)

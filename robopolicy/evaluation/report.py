@@ -331,7 +331,7 @@ def _add_improvement(report: Report, improvement: Mapping[str, Any], address: Ca
     header = ("stage", "verb", "estimated seconds", "seconds", "CPU seconds", "environment steps")
     report.sections.append(Section("Costs", caption, header=header, rows=rows))
     limits = [[each] for each in improvement["limits"]]
-    report.sections.append(Section("What this could not tell", header=("not measured",), rows=limits))
+    report.sections.append(Section("Limits of this improvement", header=("not measured",), rows=limits))
     report.next_steps = list(improvement["next_steps"])
     commands = "\n\n".join(stage["command"] for stage in improvement["stages"])
     summary = "\n".join(f"{label}: {text}" for label, text in improvement["found"].items())

@@ -231,7 +231,7 @@ class JointConfig:
     candidates: Count = 8
     """Number of action candidates for planning, 1 for none."""
     values: Count = 2
-    """Values imagined for each of the two futures of a candidate."""
+    """Number of values that are sampled per candidate in the world model, for each of its two imagined futures."""
     aggregate: str = "majority"
     """Aggregation of a candidate's values into one score: mean, lower_bound, median, or majority (mean of the
     values on the side of the midrange with more values).
