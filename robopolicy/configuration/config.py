@@ -21,7 +21,7 @@ from robopolicy.configuration.sections.recorded import (
     GateSection,
     OfflineSection,
 )
-from robopolicy.configuration.sections.run import RunSection, WorldSection
+from robopolicy.configuration.sections.run import RunSection, WorkersSection, WorldSection
 from robopolicy.configuration.sections.serve import DriveSection, ServeSection
 from robopolicy.configuration.sections.tools import (
     AlgorithmsSection,
@@ -45,6 +45,7 @@ class Config:
 
     run: RunSection = field(default_factory=RunSection)
     world: WorldSection = field(default_factory=WorldSection)
+    workers: WorkersSection = field(default_factory=WorkersSection)
     collect: CollectSection = field(default_factory=CollectSection)
     convert: ConvertSection = field(default_factory=ConvertSection)
     policy: PolicySection = field(default_factory=PolicySection)

@@ -22,6 +22,8 @@ from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
 
 _asked_for: set[str] = set()
 """Import paths that the user has named in this process, which checkpoints may load."""
+_plugins: dict[str, None] = {}
+"""Plugins that the user has named in this process, in order: they are imported in workers too."""
 
 
 def add_working_folder() -> None:
@@ -124,11 +126,23 @@ def ask_for(paths: Iterable[str]) -> None:
     for path in paths:
         load_dotted(path, "Plugin") if ":" in path else load_dotted(f"{path}:__name__", "Plugin")
         note(path)
+        _plugins[path] = None
 
 
 def note(path: str) -> None:
     """Mark a module or import path as trusted because the user named it, so that a checkpoint may load it."""
     _asked_for.add(path)
+
+
+def trusted() -> dict[str, list[str]]:
+    """Return what the user has named in this process, for `trust` in a worker."""
+    return {"plugins": list(_plugins), "named": sorted(_asked_for)}
+
+
+def trust(named: Mapping[str, Iterable[str]]) -> None:
+    """Trust what the user has named in another process (`trusted`): import its plugins, mark the other paths."""
+    ask_for(path for path in named["plugins"] if path not in _plugins)
+    _asked_for.update(named["named"])
 
 
 def asked_for(path: str) -> bool:

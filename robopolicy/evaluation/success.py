@@ -7,7 +7,7 @@ differently.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -30,7 +30,7 @@ from robopolicy.evaluation.intervals import (
     wilson,
 )
 from robopolicy.evaluation.smoothness import Smoothness, SmoothnessMeter
-from robopolicy.evaluation.waves import KeptWaves, play_wave, waves
+from robopolicy.evaluation.waves import KeptWaves, Players, Wave, play_wave, waves
 
 
 @dataclass(frozen=True)
@@ -186,40 +186,49 @@ def evaluate_policy(
     label: str = "evaluate",
     watch: Callable[[PlayedStep[object] | None], None] | None = None,
     kept: KeptWaves | None = None,
+    players: Players | None = None,
 ) -> EvaluationResult:
     """Play one episode per seed [E] and return every outcome.
 
     deterministic: act without exploration noise (a denoising policy's initial noise remains); generator_seed: of the
     noise, which belongs to the episodes; device: device of the policy; label: text of the progress bar, and this
-    evaluation's name in `kept`, which provides batches played before and stores new ones; watch: see `play_wave`.
+    evaluation's name in `kept`, which provides batches played before and stores new ones; watch: see `play_wave`;
+    players: plays the same policy in the same world on workers, with equal outcomes, unless there is a `watch`.
     Raises ConfigError for no or repeated seeds, SpecError when the policy and the world do not fit.
     """
-    seeds = np.asarray(seeds, dtype=np.int64)
-    if seeds.ndim != 1 or len(seeds) == 0:
-        raise ConfigError("Evaluation needs at least one seed: set episodes=1 or more.")
-    if len(np.unique(seeds)) != len(seeds):
-        raise ConfigError("Evaluation seeds are repeated: repeated episodes are not independent, pass distinct seeds.")
+    seeds = _distinct(seeds)
     success, truncated = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
     has_instructions, instructions = len(world.spec.goals) > 1, np.full(len(seeds), "", dtype=object)
-    seconds, outside_bounds = 0.0, OutsideBounds(world.spec)
+    outside_bounds = OutsideBounds(world.spec)
+    batches = list(waves(seeds, world.batch_size))
+
+    def new(places: Sequence[int]) -> Iterator[tuple[int, Wave, float]]:
+        parts = [seeds[batches[place]] for place in places]
+        if players is not None and watch is None:
+            return players.play(parts, generator_seed, deterministic)
+        return _here(world, policy, parts, generator_seed, deterministic=deterministic, device=device, watch=watch)
+
     with progress(label, len(seeds)) as advance:
-        for index in waves(seeds, world.batch_size):
-            cached_wave = None if kept is None else kept.known(label, seeds[index])
-            if cached_wave is None:
-                start = time.perf_counter()
-                options = {"deterministic": deterministic, "device": device, "watch": watch}
-                wave = play_wave(world, policy, seeds[index], generator_seed, **options)
-                cached_wave = wave, time.perf_counter() - start
-                if kept is not None:
-                    kept.keep(label, seeds[index], *cached_wave)
-            wave, seconds = cached_wave[0], seconds + cached_wave[1]
-            success[index], returns[index] = wave.success, wave.returns
-            lengths[index], truncated[index] = wave.lengths, wave.cut
-            outside_bounds.steps += int(wave.lengths.sum())
-            outside_bounds.counts += 0 if wave.outside is None else wave.outside
-            instructions[index] = [world.spec.meaning(text) for text in wave.instructions]
-            advance(len(index))
+        saved = {i: kept.known(label, seeds[index]) for i, index in enumerate(batches)} if kept is not None else {}
+        known = {place: entry for place, entry in saved.items() if entry is not None}
+        seconds, start = sum(spent for _, spent in known.values()), time.perf_counter()
+        played = {place: wave for place, (wave, _) in known.items()}
+        advance(sum(len(batches[place]) for place in known))
+        missing = [place for place in range(len(batches)) if place not in known]
+        for number, wave, spent in new(missing):
+            played[place := missing[number]] = wave
+            if kept is not None:
+                kept.keep(label, seeds[batches[place]], wave, spent)
+            advance(len(batches[place]))
+        seconds += time.perf_counter() - start
+    for place, index in enumerate(batches):
+        wave = played[place]
+        success[index], returns[index] = wave.success, wave.returns
+        lengths[index], truncated[index] = wave.lengths, wave.cut
+        outside_bounds.steps += int(wave.lengths.sum())
+        outside_bounds.counts += 0 if wave.outside is None else wave.outside
+        instructions[index] = [world.spec.meaning(text) for text in wave.instructions]
     return EvaluationResult(
         world=world.spec.name,
         seeds=seeds,
@@ -235,6 +244,26 @@ def evaluate_policy(
         instructions=tuple(instructions) if has_instructions else (),
         outside=outside_bounds.text,
     )
+
+
+def _distinct(seeds: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return seeds as [E] int64; raises ConfigError for no or repeated ones."""
+    seeds = np.asarray(seeds, dtype=np.int64)
+    if seeds.ndim != 1 or len(seeds) == 0:
+        raise ConfigError("Evaluation needs at least one seed: set episodes=1 or more.")
+    if len(np.unique(seeds)) != len(seeds):
+        raise ConfigError("Evaluation seeds are repeated: repeated episodes are not independent, pass distinct seeds.")
+    return seeds
+
+
+def _here(
+    world: World, policy: Policy | Controller, batches: Sequence[np.ndarray], noise_seed: int, **options: Any
+) -> Iterator[tuple[int, Wave, float]]:
+    """Play batches of seeds [n] in this process, as `Players.play`; options: of `play_wave`."""
+    for place, batch in enumerate(batches):
+        start = time.perf_counter()
+        wave = play_wave(world, policy, batch, noise_seed, **options)
+        yield place, wave, time.perf_counter() - start
 
 
 def require_success(world: World, instead: str = "") -> None:
@@ -290,10 +319,12 @@ def judge(
     *,
     meter: Callable[[], SmoothnessMeter] | None = None,
     kept: KeptWaves | None = None,
+    players: Players | None = None,
 ) -> Verdict:
     """Evaluate `policy`, in the form that acts in `world`, on `seeds` [E], deterministic and stochastic.
 
-    meter: creates smoothness meters; they need all actions, so nothing is then taken from `kept`.
+    meter: creates smoothness meters; they need all actions, so nothing is then taken from `kept` or played by
+    `players`.
     """
     smoothness: dict[str, Smoothness] = {}
 
@@ -310,6 +341,7 @@ def judge(
             label=f"{label}, {kind}",
             watch=watch,
             kept=kept if watch is None else None,
+            players=players,
         )
         if watch is not None:
             smoothness[kind] = watch.measured()

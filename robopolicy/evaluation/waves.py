@@ -8,10 +8,10 @@ as an uninterrupted one. Batches from another version of the noise are played ag
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -109,6 +109,16 @@ def play_wave(
         instructions,
         outside_bounds.counts,
     )
+
+
+class Players(Protocol):
+    """Plays batches of one policy in one world elsewhere, on workers."""
+
+    def play(
+        self, batches: Sequence[np.ndarray], noise_seed: int, deterministic: bool
+    ) -> Iterator[tuple[int, Wave, float]]:
+        """Yield place in `batches`, outcomes and seconds of every batch of seeds [n], in any order."""
+        ...
 
 
 class KeptWaves:

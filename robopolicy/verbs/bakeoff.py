@@ -5,7 +5,7 @@ For each evaluator in gate.evaluators it reports the rank correlation with the t
 choice, and the error if units agree. It also reports the gate's decision on every pair of policies: the rate of
 accepting one that is no better (false accepts) and of rejecting one that is better (false rejects).
 gate.evaluators=[model,fqe,critic] compares these three. importance needs logged denoising chains and refuses policies
-for which too little logged data counts.
+for which too little logged data counts. workers.count=N plays the true episodes in N processes, with equal results.
 """
 
 import math
@@ -13,12 +13,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
 from robopolicy.building.judges import build_judges, clipped, recorded_for_gate, warn_of_divergence
 from robopolicy.building.policies import as_seen_in, choose_device, load_policy
+from robopolicy.building.workers import Built, open_workers
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.policy import Policy
+from robopolicy.core.world import World
 from robopolicy.evaluation.bakeoff import JudgeScore, best_judge, score_judge
 from robopolicy.evaluation.gate import ceiling_of
 from robopolicy.evaluation.importance import ImportanceJudge
@@ -32,7 +36,7 @@ from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
     summary="Compare off-policy evaluators on policies of known performance",
-    sections=("run", "world", "gate", "bakeoff"),
+    sections=("run", "world", "workers", "gate", "bakeoff"),
     example="robopolicy bakeoff recipe=push_t bakeoff.policies=[A,B,C] gate.models=[MODEL] gate.evaluators=[model,fqe]",
     world_from={"bakeoff.policies": ""},
 )
@@ -48,17 +52,20 @@ def run(config: Config) -> int:
     folder = open_fresh_run(config, "bakeoff", VERB.sections)
     policies = [load_policy(path, device) for path in section.policies]
     judges = build_judges(config, policies[0], recorded_for_gate(config, policies[0], device), device)
-    world = build_world(config.world, policies[0], episodes=section.episodes, device=device)
+    world = world_for(config, policies[0], device)
     seeds = evaluation_seeds(config, section.episodes)
     by_success = config.gate.metric == "success"
     if by_success:
         require_success(world, "compare returns with gate.metric=return")
     truth: list[float] = []
-    for name, policy in zip(names, policies, strict=True):
-        true_result = evaluate_policy(
-            world, as_seen_in(world, policy), seeds, device=device, label=(f"ground truth: {name}")
-        )
-        truth.append(float((true_result.success if by_success else true_result.returns).mean()))
+    with open_workers(config) as workers:
+        for name, path, policy in zip(names, section.policies, policies, strict=True):
+            given = {"path": str(path), "first": str(section.policies[0])}
+            players = workers.players("robopolicy.verbs.bakeoff:in_worker", **given)
+            seen = as_seen_in(world, policy)
+            label = f"ground truth: {name}"
+            true_result = evaluate_policy(world, seen, seeds, device=device, label=label, players=players)
+            truth.append(float((true_result.success if by_success else true_result.returns).mean()))
     world.close()
     scores: dict[str, JudgeScore] = {}
     values: dict[str, list[float]] = {}
@@ -103,6 +110,18 @@ def run(config: Config) -> int:
     finish(config, folder, _without_nan(result))
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0
+
+
+def world_for(config: Config, policy: Policy, device: torch.device) -> World:
+    """Build the world of the true episodes for policies that read what `policy` reads."""
+    return build_world(config.world, policy, episodes=config.bakeoff.episodes, device=device)
+
+
+def in_worker(config: Config, path: str, first: str) -> Built:
+    """Build in a worker the policy at `path`, and the world for that at `first`, which all policies share."""
+    device = choose_device(config.run)
+    world, policy = world_for(config, load_policy(first, device), device), load_policy(path, device)
+    return world, as_seen_in(world, policy), device
 
 
 def _why_none(scores: Iterable[JudgeScore]) -> str:

@@ -7,10 +7,11 @@ success is reported per instruction. evaluate.controls tests language conditioni
 evaluate.latency_steps=N gives every policy call a latency of N control steps; evaluate.chunking selects how the robot
 executes chunks meanwhile. plan.model=CHECKPOINT evaluates the policy with planning in a world model, and without it for
 comparison. evaluate.reference_dataset=DATASET normalises returns between those of uniform random actions and of the
-expert.
+expert. workers.count=N plays batches of world.batch_size episodes in N processes, with equal results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from robopolicy.building.planning import with_planning
 from robopolicy.building.policies import as_seen_in, choose_device, load_acting
+from robopolicy.building.workers import BatchPlayers, Built, Workers, open_workers
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, to_yaml
 from robopolicy.configuration.sections.act import EvaluateSection
@@ -26,7 +28,15 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.run import RunFolder
 from robopolicy.core.tensors import file_hash
 from robopolicy.core.world import World
-from robopolicy.evaluation.instructions import PARAPHRASE, WRONG, Control, controls_of, judge_controls, with_instruction
+from robopolicy.evaluation.instructions import (
+    CONTROLS,
+    PARAPHRASE,
+    WRONG,
+    Control,
+    controls_of,
+    judge_controls,
+    with_instruction,
+)
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.scores import read_anchors
 from robopolicy.evaluation.smoothness import SmoothnessMeter
@@ -43,7 +53,7 @@ from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
     summary="Evaluate a policy in a simulator or a world model",
-    sections=("run", "world", "plan", "inference", "evaluate"),
+    sections=("run", "world", "workers", "plan", "inference", "evaluate"),
     example="robopolicy evaluate runs/finetune/push_cube/0/checkpoint world=worldmodel "
     "world.model=runs/worldmodel/push_cube/0/checkpoint",
     targets=("evaluate.policy",),
@@ -62,17 +72,20 @@ def controlled(
     device: torch.device,
     label: str,
     kept: KeptWaves | None = None,
+    players: Callable[[str], BatchPlayers | None] = lambda told: None,
 ) -> dict[str, Control]:
     """Evaluate the language controls that the section configures, on the seeds of `beside`; return them by name.
 
-    Returns nothing if evaluate.instruction already overrides the world's instruction.
+    players: instruction -> what plays on workers. Returns nothing if evaluate.instruction already overrides the
+    world's instruction.
     """
     names = () if config.evaluate.instruction else config.evaluate.controls
 
     def play(told: Policy, control: str) -> EvaluationResult:
         label_here = f"{label}, {control}"
         options = {"generator_seed": config.run.seed, "device": device, "label": label_here, "kept": kept}
-        return evaluate_policy(world, told, beside.seeds, **options)
+        elsewhere = players(CONTROLS[control.replace(" ", "_")])
+        return evaluate_policy(world, told, beside.seeds, **options, players=elsewhere)
 
     return judge_controls(policy, world.spec, controls_of(world.spec, names), beside, play)
 
@@ -123,7 +136,7 @@ def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> K
     models = [path for path in (config.plan.model, config.world.model) if path is not None]
     world = source_of(config.world.name)
     of = {
-        "settings": to_yaml(config, VERB.sections),
+        "settings": to_yaml(config, tuple(name for name in VERB.sections if name != "workers")),
         "files": [hashes(checkpoint_in(path)) for path in (*policies, *models)],
         "world": None if world is None else file_hash(world),
     }
@@ -136,8 +149,34 @@ def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> K
     return cache
 
 
+def loaded(config: Config, path: Path, planned: bool, device: torch.device) -> Policy:
+    """Load the policy at `path` for inference; planned: with planning, if plan.model is set."""
+    policy = load_acting(config.inference, path, device, config.evaluate.chunking)
+    return with_planning(config.plan, policy, device) if planned else policy
+
+
+def world_for(config: Config, policy: Policy, device: torch.device) -> World:
+    """Build the configured world for the episodes of `policy`."""
+    return build_world(config.world, policy, episodes=config.evaluate.episodes, seed=config.run.seed, device=device)
+
+
+def in_worker(config: Config, path: str, planned: bool, told: str) -> Built:
+    """Build in a worker what `run` builds in its own process: the policy at `path`, given the instruction `told`."""
+    device = choose_device(config.run)
+    policy = loaded(config, Path(path), planned, device)
+    world = world_for(config, policy, device)
+    acting, _ = delayed(config.evaluate, as_seen_in(world, policy))
+    return world, with_instruction(acting, told, world.spec), device
+
+
 def run(config: Config) -> int:
     """Evaluate the policy, and the base if given."""
+    with open_workers(config) as workers:
+        return evaluated(config, workers)
+
+
+def evaluated(config: Config, workers: Workers) -> int:
+    """Evaluate the policies on these workers."""
     section = config.evaluate
     if section.policy is None:
         raise ConfigError("No policy given. Usage: robopolicy evaluate CHECKPOINT")
@@ -147,11 +186,8 @@ def run(config: Config) -> int:
     if config.plan.model is not None and section.base is None:
         paths = {UNPLANNED: section.policy, **paths}
     policies = {
-        name: load_acting(config.inference, path, device, section.chunking)
-        for name, path in paths.items()
-        if path is not None
+        name: loaded(config, path, name == "policy", device) for name, path in paths.items() if path is not None
     }
-    policies["policy"] = with_planning(config.plan, policies["policy"], device)
     seeds = evaluation_seeds(config, section.episodes)
     anchors = None if section.reference_dataset is None else read_anchors(section.reference_dataset)
     folder = open_fresh_run(config, "evaluate", VERB.sections)
@@ -160,16 +196,20 @@ def run(config: Config) -> int:
     verdicts: dict[str, Verdict] = {}
     controls: dict[str, dict[str, Control]] = {}
     for name, policy in policies.items():
-        world = build_world(
-            config.world, policy, episodes=config.evaluate.episodes, seed=config.run.seed, device=device
-        )
+        world = world_for(config, policy, device)
         require_time_to_act(section, world)
         if anchors is not None:
             anchors.require_world(world.spec.name)
         acting, meter = delayed(section, as_seen_in(world, policy))
         policy = with_instruction(acting, section.instruction, world.spec)
-        verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name, meter=meter, kept=cache)
-        controls[name] = controlled(config, world, acting, verdicts[name].deterministic, device, name, cache)
+        given = {"path": str(paths[name]), "planned": name == "policy"}
+        players = partial(workers.players, "robopolicy.verbs.evaluate:in_worker", **given)
+        if meter is not None and workers.pool is not None:
+            output.print("Smoothness needs every action, so these episodes are played in this process, not on workers.")
+        options = {"meter": meter, "kept": cache, "players": players(told=section.instruction)}
+        verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name, **options)
+        beside, told = verdicts[name].deterministic, lambda told, players=players: players(told=told)
+        controls[name] = controlled(config, world, acting, beside, device, name, cache, told)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
         film_alone(world, policy, seeds[: section.videos], folder, name, device)
         world.close()

@@ -4,20 +4,24 @@ Prints Pearson, Spearman, Kendall, MMRV, error and bias with bootstrap intervals
 model. Give checkpoints of independently trained policies, from robopolicy or LeRobot, with rank.policies=[A,B,...]. The
 scripted expert (or collect.controller) at several noise levels is ranked with them unless rank.noise=[].
 rank.models=[A,B,...], of any kinds, defaults to the output of `worldmodel` with the same name and seed.
+workers.count=N plays batches of world.batch_size episodes in N processes, with equal results.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from robopolicy.building.policies import as_seen_in, choose_device, load_policy
+from robopolicy.building.workers import Built, Workers, open_workers
 from robopolicy.building.worlds import build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive, numpy_generator
-from robopolicy.core.world import Controller
+from robopolicy.core.world import Controller, World
 from robopolicy.evaluation.ranking import RankingResult, rank
 from robopolicy.evaluation.report import agreement, report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy, require_success
@@ -29,7 +33,7 @@ from worldmodels.protocol import DecoderFree
 
 VERB = Verb(
     summary="Rank policies in a world model and compare with the simulator",
-    sections=("run", "world", "collect", "rank"),
+    sections=("run", "world", "workers", "collect", "rank"),
     example="robopolicy rank recipe=push_cube",
     world_from={"rank.policies": "", "rank.models": "worldmodel/checkpoint"},
 )
@@ -48,13 +52,14 @@ def run(config: Config) -> int:
     require_seen_by_experts(models.values(), config.rank.noise)
     model_worlds = {name: config.world.imagined_by(path) for name, path in models.items()}
     require_fitting(config, (config.world, *model_worlds.values()), candidates)
-    real = score(config, config.world, candidates, "simulator")
     rankings: dict[str, RankingResult] = {}
-    for name, section in model_worlds.items():
-        model_scores = score(config, section, candidates, name)
-        rankings[name] = rank(
-            real=real, model=model_scores, generator=numpy_generator(config.run.seed, "rank/bootstrap")
-        )
+    with open_workers(config) as workers:
+        real = score(config, config.world, candidates, "simulator", workers)
+        for name, section in model_worlds.items():
+            model_scores = score(config, section, candidates, name, workers)
+            rankings[name] = rank(
+                real=real, model=model_scores, generator=numpy_generator(config.run.seed, "rank/bootstrap")
+            )
     show(rankings)
     figures = {name: {"path": str(models[name]), **ranking.to_json()} for name, ranking in rankings.items()}
     finish(config, folder, {"models": figures})
@@ -106,26 +111,47 @@ def require_fitting(config: Config, sections: Iterable[WorldSection], candidates
 
 
 def score(
-    config: Config, section: WorldSection, candidates: dict[str, Policy | str], label: str
+    config: Config, section: WorldSection, candidates: dict[str, Policy | str], label: str, workers: Workers
 ) -> dict[str, EvaluationResult]:
     """Evaluate every candidate in one world, deterministically, on the evaluation seeds that all verbs share."""
     seeds, device = evaluation_seeds(config, config.rank.episodes), choose_device(config.run)
+    paths = dict(zip(runs_of(config.rank.policies), config.rank.policies, strict=True))
+    workers = Workers(config.replaced(world=section), workers.pool)
     results = {}
     for name, candidate in candidates.items():
-        policy = None if isinstance(candidate, str) else candidate
-        world = build_world(section, policy, episodes=config.rank.episodes, seed=config.run.seed, device=device)
+        world, actor = acting_in(config, section, name, candidate, device)
         require_success(world, "compare policies with robopolicy evaluate, which also compares returns")
-        if isinstance(candidate, str):
-            seed = derive(config.run.seed, f"rank/{name}")
-            controller = config.collect.controller
-            actor: Policy | Controller = build_noisy_expert(section, world, candidate, seed, controller)
-        else:
-            actor = as_seen_in(world, candidate)
+        given = {"name": name, "path": str(paths.get(name, "")), "noise": "" if name in paths else candidate}
         results[name] = evaluate_policy(
-            world, actor, seeds, generator_seed=config.run.seed, device=device, label=f"{label}: {name}"
+            world,
+            actor,
+            seeds,
+            generator_seed=config.run.seed,
+            device=device,
+            label=f"{label}: {name}",
+            players=workers.players("robopolicy.verbs.rank:in_worker", **given) if workers.pool else None,
         )
         world.close()
     return results
+
+
+def acting_in(
+    config: Config, section: WorldSection, name: str, candidate: Policy | str, device: torch.device
+) -> tuple[World, Policy | Controller]:
+    """Build the world for a candidate, and the candidate in the form that acts there (a text: the expert's noise)."""
+    policy = None if isinstance(candidate, str) else candidate
+    world = build_world(section, policy, episodes=config.rank.episodes, seed=config.run.seed, device=device)
+    if policy is None:
+        seed = derive(config.run.seed, f"rank/{name}")
+        return world, build_noisy_expert(section, world, str(candidate), seed, config.collect.controller)
+    return world, as_seen_in(world, policy)
+
+
+def in_worker(config: Config, name: str, path: str, noise: str) -> Built:
+    """Build in a worker the candidate `name`: the policy at `path`, or the expert with this noise."""
+    device = choose_device(config.run)
+    candidate: Policy | str = load_policy(path, device) if path else noise
+    return *acting_in(config, config.world, name, candidate, device), device
 
 
 def show(rankings: Mapping[str, RankingResult]) -> None:

@@ -44,6 +44,18 @@ class RunSection:
     """
 
 
+@dataclass(frozen=True)
+class WorkersSection:
+    """Worker processes that share the work; results do not depend on their number."""
+
+    pool: str = field(default="local", metadata={REGISTRY: "robopolicy.core.pools:POOLS"})
+    """Pool of workers: local (processes on this machine), or an import path, package.module:Class."""
+    count: Count = 1
+    """Number of workers. 1 with pool=local plays in this process. run.threads applies to each worker."""
+    address: str = ""
+    """Address of a cluster, for a custom pool; empty for this machine."""
+
+
 WORLD_MODEL = "worldmodel"
 DEMONSTRATIONS = "demonstrations"
 

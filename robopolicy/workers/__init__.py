@@ -1,0 +1,1 @@
+"""Pools of workers: processes on this machine. Each is found through `robopolicy.core.pools.POOLS`."""
