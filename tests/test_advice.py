@@ -189,8 +189,8 @@ WATCHED = {
 def test_why_imagination_ended_is_said_with_what_was_kept():
     text = imagine.said_at_the_end(ended(Ended.PARTED, **WATCHED))
     assert text == (
-        "Stopped after 20 iterations: gap with no real gain. Saved the policy of iteration 10: real success 69.5% "
-        "[62.8%, 75.5%], 91.0% in imagination (gap +21.5 points)."
+        "Stopped after 20 iterations: real and imagined success diverge without real gain. Saved the policy of "
+        "iteration 10: real success 69.5% [62.8%, 75.5%], 91.0% in imagination (gap +21.5 points)."
     )
     assert "not evaluated in the real environment" in imagine.said_at_the_end(
         ended(Ended.ITERATIONS, deterministic_success=0.9)

@@ -56,7 +56,7 @@ def complaint(capsys, verb, *arguments) -> str:
         (["serve", "serve.host=0.0.0.0"], ["0.0.0.0", "API key"]),
         (["serve", "serve.port=70000"], ["port=70000", "1 to 65535"]),
         (["serve", "serve.max_batch_size=0"], ["max_batch_size is 0"]),
-        (["serve", "serve.hang_timeout=0"], ["stall is 0"]),
+        (["serve", "serve.hang_timeout=0"], ["hang_timeout is 0"]),
         (["optimize", "optimize.engines=[leen]"], ["no engine 'leen'", "'lean'"]),
         (["drive", "drive.port=70000"], ["port=70000", "1 to 65535"]),
         (["drive", "drive.seconds=3", "drive.task=push"], ["drive.task, drive.seconds", "drive.robot=TYPE"]),
@@ -94,13 +94,13 @@ def test_a_start_that_failed_does_not_stand_in_the_way(root, capsys):
 def test_a_policy_of_another_world(root, checkpoint, capsys):
     message = complaint(capsys, "evaluate", checkpoint, "world=push_cube", f"run.root={root}")
     assert "'observation.environment_state' as [6]" in message
-    assert "'push_cube' shows [13]" in message
+    assert "'push_cube' outputs [13]" in message
 
 
 def test_a_setting_that_a_verb_does_not_read_is_said(root, tmp_path, capsys):
     absent = tmp_path / "absent"
     message = complaint(capsys, "finetune", str(absent), "recipe=push_cube", "policy.width=33", f"run.root={root}")
-    known = "evaluate.episodes, evaluate.videos, policy.width: it reads run, world, plan, finetune"
+    known = "evaluate.episodes, evaluate.videos, policy.width: it reads only run, world, plan, finetune"
     assert "'finetune' does not read policy.width, policy.depth" in message and known in message
     message = complaint(capsys, "train", "world=push_t", "collect.quality=medium", f"run.root={root}")
     assert "quality" not in message and "push_t-medium" in message  # it says where the data lies
@@ -175,7 +175,7 @@ def test_corrupt_checkpoints(root, checkpoint, capsys):
     for data in (whole[:2000], b"not a tensor file", whole[:-1]):
         weights.write_bytes(data)
         message = complaint(capsys, "evaluate", checkpoint, f"run.root={root}")
-        assert "model.safetensors is not the file that config.json" in message
+        assert "model.safetensors is not the file that was saved with config.json" in message
     weights.write_bytes(whole)
     (checkpoint / "config.json").write_text('{"kind": ')
     assert "config.json is corrupt" in complaint(capsys, "evaluate", checkpoint, f"run.root={root}")

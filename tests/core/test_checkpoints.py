@@ -46,7 +46,7 @@ def test_the_description_holds_the_hash_of_the_weights(folder: Path):
 
 def test_a_flipped_bit_is_refused_by_name(folder: Path):
     flip(folder / WEIGHTS)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not the file that config\.json"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not the file that was saved with config\.json"):
         read_weights(nn.Linear(3, 2), folder)
 
 
@@ -77,7 +77,7 @@ def test_a_flipped_bit_of_a_tree_is_refused_by_name(tmp_path: Path):
     loaded = load_tree(tmp_path, "state")
     assert set(loaded) == {"weight", "step", "inner"}
     flip(tmp_path / "state.safetensors")
-    with pytest.raises(CheckpointError, match=r"state\.safetensors is not the file that state\.json"):
+    with pytest.raises(CheckpointError, match=r"state\.safetensors is not the file that was saved with state\.json"):
         load_tree(tmp_path, "state")
 
 

@@ -127,7 +127,7 @@ def test_snapshots_carry_everything_into_other_rows():
     assert rows.arrays["load"][5] == 2
     assert rows.arrays["steps"][5] == CHUNK
     assert np.flatnonzero(rows.running).tolist() == [5]
-    with pytest.raises(SpecError, match=r"1 row\(s\) but 2"):
+    with pytest.raises(SpecError, match=r"1 row\(s\), but 2"):
         rows.restore(saved, [0, 1])
     with pytest.raises(SpecError, match="does not fit"):
         started(history=3).restore(saved, [0])

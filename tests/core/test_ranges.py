@@ -17,13 +17,13 @@ FREE = {
     "logp_clamp",
     "target_entropy",
     "margin",
-    "relative",
+    "relative_margin",
     "threshold",
     "plan.uncertainty",
     "drive.rate",
     "scale",
     "bounds",
-    "neutral",
+    "hold_values",
 }
 """Settings that may have any sign."""
 

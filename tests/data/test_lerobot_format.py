@@ -166,7 +166,7 @@ def test_an_episode_that_changes_its_task_is_several(tmp_path):
 def test_missing_and_foreign_folders(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         read_dataset(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"no meta/info\.json"):
+    with pytest.raises(DataError, match=r"a folder with meta/info\.json"):
         read_dataset(tmp_path)
 
 

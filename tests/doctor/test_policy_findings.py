@@ -241,7 +241,7 @@ def test_elements_that_changed_places_are_seen_in_the_statistics(data):
     moved = broken_data.with_frames(data, ENVIRONMENT_STATE, lambda frames: frames + torch.eye(13)[2] * 5)
     policy = fitted(moved)
     problem_texts = problems(policy, broken_data.swapped_elements(moved, ENVIRONMENT_STATE, 1, 2))
-    assert "fits if 'cube_y' and 'cube_cos' change places" in problem_texts["normaliser"]
+    assert "fits if 'cube_y' and 'cube_cos' are exchanged" in problem_texts["normaliser"]
 
 
 def test_a_policy_of_another_kind_hides_its_statistics_without_blame(expert, data):

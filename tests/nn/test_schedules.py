@@ -270,7 +270,7 @@ def test_the_clean_estimate_is_clipped():
 
 
 def test_impossible_schedules_are_refused():
-    with pytest.raises(ConfigError, match="sampling steps"):
+    with pytest.raises(ConfigError, match="training steps"):
         DiffusionSchedule(10, 11)
     with pytest.raises(ConfigError, match="eta"):
         DiffusionSchedule(eta=1.5)

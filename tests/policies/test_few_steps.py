@@ -83,5 +83,5 @@ def test_a_student_is_saved_and_fine_tuned_like_any_policy(tmp_path):
 
 @pytest.mark.parametrize("steps", [0, 5, 6])
 def test_students_take_fewer_steps(steps: int):
-    with pytest.raises(ConfigError, match="fewer"):
+    with pytest.raises(ConfigError, match="below the teacher"):
         few_step_student(_policy(CONFIG), steps)

@@ -297,7 +297,7 @@ def test_units_of_another_way_of_decoding_are_refused():
     latents = policy.act(observation, generator()).latents
     with pytest.raises(SpecError, match="'order'"):
         policy.log_prob(observation, {"tokens": latents["tokens"]})
-    with pytest.raises(SpecError, match="3 passes"):
+    with pytest.raises(SpecError, match=r"the pass \(of 3\)"):
         policy.log_prob(observation, {**latents, "order": latents["order"] + 1})
 
 
@@ -342,5 +342,5 @@ def test_a_window_is_seen_through_until_it_is_outgrown_and_then_refused(kind: st
             for _ in range(2):  # nothing of the first pass is left in the second
                 assert torch.allclose(narrow.attend(readings[1], embedded), expected, atol=1e-6)
             continue
-        with pytest.raises(ConfigError, match=rf"has {length + 3} tokens.*fewer than 8.*decoding=causal"):
+        with pytest.raises(ConfigError, match=rf"has {length + 3} tokens.*smaller than 8.*decoding=causal"):
             narrow.attend(readings[1], embedded)

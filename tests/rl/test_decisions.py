@@ -129,11 +129,11 @@ def test_what_a_dataset_lacks_is_named():
     data = episodes()
     with pytest.raises(DataError, match="lacks rewards"):
         recorded_decisions(replace(data, rewards=None), interface(data), DISCOUNT)
-    with pytest.raises(DataError, match="lacks where the task ended"):
+    with pytest.raises(DataError, match="lacks task ends"):
         recorded_decisions(replace(data, terminated=None), interface(data), DISCOUNT)
     labelled = recorded_decisions(replace(data, rewards=None), interface(data), DISCOUNT, torch.ones(9)).transitions
     assert labelled.reward.tolist()[:2] == pytest.approx([1.9, 1.9])
-    with pytest.raises(ConfigError, match="there are none"):
+    with pytest.raises(ConfigError, match="this data has neither"):
         Interface({IMAGE: Field((4, 4, 3), "uint8")}, data.action_field)
 
 

@@ -269,7 +269,7 @@ def test_rank_grpo_gives_every_action_what_followed_it():
         expected[members, place] = standardised(to_go[members, place].tolist())
     tokens = torch.tensor(expected).float().reshape(3, 2, 2).repeat_interleave(2, -1)
     torch.testing.assert_close(advantages, tokens, atol=1e-4, rtol=0)
-    with pytest.raises(ConfigError, match="3 scored steps"):
+    with pytest.raises(ConfigError, match="3 steps with log-probabilities"):
         experimental_advantages.rank_grpo(make_rollouts([1, 1], [0, 0], steps=3), CONTEXT, per_action=True)
 
 

@@ -135,7 +135,7 @@ def test_a_message_that_is_too_large_names_its_largest_field():
         connection.send(pack({}))
         connection.recv()
 
-    for talk, text in ((ours, r"has 180\d\d\d bytes, .* reads 70000 at most"), (others, "1009")):
+    for talk, text in ((ours, r"has 180\d\d\d bytes, .* accepts at most 70000"), (others, "1009")):
         with (
             listening(talk) as port,
             PolicyClient(port=port) as client,

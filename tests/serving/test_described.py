@@ -80,7 +80,7 @@ def test_a_lie_is_refused_in_a_sentence(lie):
 
     tracemalloc.start()
     began = time.process_time()
-    with pytest.raises(ServingError, match=r"describes"):
+    with pytest.raises(ServingError, match=r"description of its policy is invalid"):
         Driver(Lying(), hold=np.zeros(2), limits=ActionLimits(unbounded=True))
     assert time.process_time() - began < 1
     assert tracemalloc.get_traced_memory()[1] < 2**20

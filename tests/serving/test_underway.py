@@ -176,5 +176,5 @@ def test_what_cannot_be_served_so_is_refused_when_the_server_starts():
         PolicyServer(ahead(), ServerSettings(port=0, chunking="rtc", chunking_options={"weight": 1}))
     late = ahead()
     late.fields = {**late.fields, QUEUE: queue_field(late.action, 2)}
-    with pytest.raises(ConfigError, match="decides ahead"):
+    with pytest.raises(ConfigError, match="trained with a latency"):
         PolicyServer(late, ServerSettings(port=0, chunking="prefetch"))

@@ -79,7 +79,7 @@ def test_doctor_counts_them_and_calls_another_unit_a_problem():
     loose, strict = make().spec, make(clip_actions=True).spec
     actions = torch.linspace(-1.9, 1.9, 40)[:, None].repeat(1, 2) * torch.tensor([1.0, 0.4])
     (finding,) = check_action_range(actions, loose)
-    assert not finding.problem and "50 % of actions" in finding.measured and "as they are" in finding.remedy
+    assert not finding.problem and "50 % of actions" in finding.measured and "unclipped" in finding.remedy
     (finding,) = check_action_range(actions, strict)
     assert finding.health is Health.BAD and "clips" in finding.remedy
     assert check_action_range(57.3 * actions, loose)[0].health is Health.WARNING

@@ -204,7 +204,7 @@ def test_a_scene_that_does_not_say_so_is_run_without_warm_start_and_automatic_re
 
 def test_unknown_names_are_explained():
     with pytest.raises(
-        ConfigError, match=r"World 'push_t' has no option 'histori'.*history.* There are seed, history,"
+        ConfigError, match=r"World 'push_t' has no option 'histori'.*history.* Known options: seed, history,"
     ):
         make_world("push_t", 2, histori=1)
     with pytest.raises(ConfigError, match="Did you mean 'push_cube'"):

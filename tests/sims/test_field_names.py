@@ -14,7 +14,7 @@ def test_elements_are_where_their_names_say():
     assert elements(field, "turn") == slice(2, 3)
     assert elements(field, "y turn z") == slice(1, 4)
     for wrong in ("y x", "x turn", "yaw", "", "z q"):
-        with pytest.raises(SpecError, match="neighbours"):
+        with pytest.raises(SpecError, match="not adjacent"):
             elements(field, wrong)
 
 

@@ -513,7 +513,7 @@ def test_options_of_tasks_have_types_too():
     for option, value in {"terminate_on_success": "no", "threads": "abc", "style": 1.5, "history": "two"}.items():
         with pytest.raises(RobopolicyError, match=rf"world.options.{option} is {value!r}, which is not"):
             make_world("reach_planar", 1, **{option: value})
-    with pytest.raises(RobopolicyError, match=r"env_options is 'abc': set its keys"):
+    with pytest.raises(RobopolicyError, match=r"env_options is 'abc', but must be a mapping: set its keys"):
         make_world("odd_environments:Odd", 1, env_options="abc")
 
 

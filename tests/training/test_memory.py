@@ -91,10 +91,10 @@ def test_too_little_is_an_error_with_ways_out():
     resting = replace(budget, rest=7 * 10**9)
     assert "weights frozen 7 GB and trainable 1 GB, stored 3 times (tuned, base, best)" in resting.text()
     assert (resting.ahead, resting.held, resting.loading) == (budget.ahead, 9 * 10**9, 16 * 10**9)
-    assert "about 37 GB of memory" in resting.whole()
+    assert "Total memory about 37 GB" in resting.whole()
     assert "100 million parameters, 10 million trainable. One policy call takes 2 billion FLOPs" in budget.whole()
     assert "gradient thrice that" in budget.whole() and "gradient four times that" in fits.whole()
-    assert "score 3 trillion" in budget.whole() and "about 30 GB of memory" in budget.whole()
+    assert "log-probability 3 trillion" in budget.whole() and "Total memory about 30 GB" in budget.whole()
     free = free_memory(torch.device("cpu"))
     assert free is None or free > 10**6
 

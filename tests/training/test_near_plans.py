@@ -377,7 +377,7 @@ def test_experts_join_the_rollouts_with_advantages_by_their_returns_and_ratios_o
     scores = rescored(mixed, policy, world.spec.instructions)[0]
     torch.testing.assert_close(scores[6:], mixed.logp_behaviour[6:].float())
     assert bool((mixed.policy_version[6:] == 7).all())
-    with pytest.raises(ConfigError, match="cannot tell"):
+    with pytest.raises(ConfigError, match="cannot compute log-probabilities"):
         ExpertRows(ChainPolicy(), experts, world.spec.instructions, 0.5, draws)
 
 

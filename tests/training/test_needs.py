@@ -223,7 +223,7 @@ def test_means_that_a_likelihood_does_not_keep_are_refused_with_a_reason():
     world = SeeingWorld(4)
     policy = denoising_policy(world, kind=PolicyKind.FLOW, likelihood=Likelihood.MATCHING)
     policy.prepare_finetuning()
-    with pytest.raises(ConfigError, match="means"):
+    with pytest.raises(ConfigError, match="mean of every denoising step"):
         finetune(policy, None, world, replace(CONFIG, coefficient="grpo_guard"))
 
 

@@ -117,7 +117,7 @@ def test_recorded_data_that_is_asked_for_must_be_there():
     for asked in ({"config": replace(QUICK, offline_ratio=0.5)}, {"config": QUICK, "begins": "recorded"}):
         with pytest.raises(ConfigError, match="there are none"):
             learn_online(acting(), StepsWorld(), always(0.0), **asked)
-    with pytest.raises(ConfigError, match="shares"):
+    with pytest.raises(ConfigError, match="fractions"):
         OnlineConfig(offline_ratio=1.5)
 
 

@@ -278,5 +278,5 @@ def test_keyframes_are_where_successes_make_progress():
             passes = int((made >= made.max() * part / 4).nonzero()[0, 0])
             assert passes in mine.tolist()
     assert len(recorded_starts(episodes, steps=chosen)(np.arange(5)).observation) == 2
-    with pytest.raises(ConfigError, match="no rewards"):
+    with pytest.raises(ConfigError, match="recorded rewards"):
         keyframes(replace(episodes, rewards=None))

@@ -199,6 +199,6 @@ def test_bad_settings_and_data_are_refused():
         PixelDenoiser(TINY, 18, 17, 2, 3)
     with pytest.raises(ConfigError, match="multiples of 8"):
         PixelDiffusionConfig(channels=(12, 24))
-    with pytest.raises(ConfigError, match="share"):
+    with pytest.raises(ConfigError, match="between 0 and 1"):
         ReadoutConfig(imagined_fraction=1.5)
     assert PixelDiffusionConfig(size="diamond").networks.grid == 0

@@ -283,7 +283,7 @@ def test_bad_settings_and_data_are_refused():
     broken = {**data.observation, STATE: data.observation[STATE] * torch.nan}
     with pytest.raises(NonFiniteError, match="state"):
         RssmModel.build(TINY, SPEC, replace(data, observation=broken), 0)
-    with pytest.raises(ConfigError, match="share"):
+    with pytest.raises(ConfigError, match="between 0 and 1"):
         RssmConfig(observed_fraction=1.5)
     with pytest.raises(ConfigError, match="equal blocks"):
         RssmModel.build(replace(TINY, deter=65), SPEC, data, 0)

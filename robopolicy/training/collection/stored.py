@@ -39,7 +39,9 @@ class StoredPairs:
     ):
         if Need.WHOLE_GROUPS not in algorithm.needs:
             raise ConfigError("Stored pairs need an algorithm that compares the episodes of a group, such as grape.")
-        playing = [name for name in ("staleness", "delay", "props", "overprovision") if getattr(config, name)]
+        playing = [
+            name for name in ("staleness", "policy_lag", "props_parts", "overprovision") if getattr(config, name)
+        ]
         if playing:
             raise ConfigError(f"Training on stored pairs collects no rollouts: set {' and '.join(playing)} to 0.")
         self.rollouts = _paid_by_verdict(pairs.following(world.instructions).to(device))
