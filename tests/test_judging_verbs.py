@@ -84,7 +84,9 @@ def test_a_judge_that_knows_too_little_of_a_policy_is_left_out_of_the_bakeoff(ro
         "gate.min_effective_episodes=25",
     )
     assert run(root, "bakeoff", *asked, *judges) == 0
-    assert "importance sampling of 24 logged episodes refuses: Of 24 logged episodes 24.0" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "importance sampling of 24 logged episodes is not applicable: The effective sample size of 24 " in output
+    assert "recorded episodes is 24.0, below 25" in output
     result_json = result(root, "bakeoff", "reach_planar")
     assert len(result_json["refused"]) == 1 and len(result_json["judges"]) == 1
 

@@ -295,7 +295,7 @@ def test_a_registry_names_the_nearest(nothing_named):
             0,
             [
                 "(a world): contract check passed",
-                "Shows observation.environment_state [6] (tip_x, tip_y",
+                "Observation observation.environment_state [6] (tip_x, tip_y",
                 "Action [2]",
                 "Success:",
                 "Snapshots: yes",
@@ -329,7 +329,7 @@ def test_check_names_elements_limits_and_who_judges():
         success="The door is open.",
     )
     assert spec_lines(spec) == [
-        "Shows observation.state [5] (grip, pose[0] to [2], speed), m",
+        "Observation observation.state [5] (grip, pose[0] to [2], speed), m",
         "Action [2]; -1 to 1, 0 to 512; 25 control steps per second, 50 per episode",
         "Success: The door is open.",
     ]

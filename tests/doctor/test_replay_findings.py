@@ -67,7 +67,7 @@ CUBE_BREAKS = {
     "degrees": (
         lambda data: broken_data.scaled(data, 57.29578),
         "action scale",
-        r"every action is 57.3 times too large \(degrees for radians",
+        r"every action is 57.3 times too large \(degrees instead of radians",
     ),
     "radians": (lambda data: broken_data.scaled(data, 1 / 57.29578), "action scale", "radians instead of degrees"),
     "double": (lambda data: broken_data.scaled(data, 2.0), "action scale", "every action is 2 times too large"),

@@ -192,7 +192,7 @@ def test_evaluate_prints_and_keeps_instructions_and_controls(tmp_path, capsys):
     assert (
         "Evaluation conditions" in page
         and "Smoothness of the actions" in page
-        and "another instruction of the world&#39;s" in page
+        and "another instruction of the world" in page
     )
     both = ["evaluate.instruction=wrong", "evaluate.controls=[wrong_instruction]"]
     assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked, *both]) == 2

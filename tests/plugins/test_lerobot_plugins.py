@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_said(checkpoint, tmp_path):
         policy.select_action({key: value for key, value in shown().items() if key != TOP})
     with pytest.raises(SpecError, match="has no observations"):
         policy.select_action({"action": torch.zeros(1, 2)})
-    with pytest.raises(SpecError, match="'task' has 1 texts for 2 rows"):
+    with pytest.raises(SpecError, match="'task' has 1 texts, but there are 2 rows"):
         policy.select_action({**shown(), "task": ["push"]})
     with pytest.raises(ConfigError, match="does not train them"):
         policy.forward({})

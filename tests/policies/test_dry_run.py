@@ -101,6 +101,6 @@ def test_a_policy_at_its_own_size_is_planned_from_its_configuration_alone(large,
     assert "lower finetune.minibatch=32" in output
     size = re.search(r"micro_batch=(\d+) fits", output).group(1)
     assert main([*command, *more, f"finetune.micro_batch={size}"]) == 0
-    assert f"activations of {size} decisions" in capsys.readouterr().out
+    assert f"activations of {size} chunks" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="model"):
         load_lerobot_policy(large)

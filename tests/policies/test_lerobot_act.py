@@ -238,7 +238,7 @@ def test_training_begins_with_lerobots_weights(folders):
 
 def test_what_cannot_be_says_why(folders, tmp_path):
     for std in (0.0, 1e-4):
-        with pytest.raises(ConfigError, match=r"with less noise .* at least 0\.001"):
+        with pytest.raises(ConfigError, match=r"at least 0\.001: with less noise"):
             LeRobotTuning(exploration_std=std)
     with pytest.raises(ConfigError, match="act has none: set it to false"):
         loaded(folders["state"], gradient_checkpointing=True)

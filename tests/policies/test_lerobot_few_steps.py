@@ -163,7 +163,7 @@ def test_what_it_takes_of_memory_is_said_and_refused_before_it_plays(folders, tm
     monkeypatch.setattr(job, "free_memory", lambda device: None)
     assert main(["distill", str(folders["smolvla"]), *scene, "distill.micro_batch=3", "run.name=small"]) == 2
     told = capsys.readouterr()
-    assert "activations of 3 decisions" in " ".join(told.out.split()) and "it would play" in told.err
+    assert "activations of 3 chunks" in " ".join(told.out.split()) and "it would play" in told.err
 
 
 def test_a_teacher_of_few_noisy_steps_leaves_none_of_them_to_its_student(folders, tmp_path):

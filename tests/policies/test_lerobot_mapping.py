@@ -89,7 +89,7 @@ def test_check_says_that_cameras_do_not_fit_and_that_the_rate_is_not_known(tmp_p
     assert main(["check", str(folder), "world=push_cube"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "It does not fit push_cube: Task 'push_cube' has no camera 'camera1'." in output
-    assert f'put {{"features": {{"{CAMERA1}": ' in output
+    assert f'write {{"features": {{"{CAMERA1}": ' in output
     assert "drive" not in output.partition("Not ready for a robot")[0] and '"fps": N' in output
     assert main(["check", str(folder)]) == 0
     assert "To check whether it fits a world, add world=NAME." in capsys.readouterr().out

@@ -84,7 +84,7 @@ def test_data_without_such_a_field_is_refused(tmp_path):
     lesser = Episodes(fields, episodes.action_field, 10.0, fewer, episodes.actions, episodes.lengths, episodes.tasks)
     spec = WorldSpec("toy", fields, episodes.action_field, 10.0, 12)
     with pytest.raises(
-        SpecError, match=f"The data does not match the inputs of .*bare reads. The policy reads the field '{key}'"
+        SpecError, match=f"The data does not match the inputs of .*bare. The policy reads the field '{key}'"
     ):
         FromLeRobot.build(LeRobotStart(folder), spec, lesser, 0)
     with pytest.raises(ConfigError, match=f"the data has no '{key}'"):

@@ -190,7 +190,7 @@ def test_a_smolvla_is_taught_by_the_script_and_stays_lerobots(folders, tmp_path,
     assert main(command) == 0
     held = 3 if "teach.micro_batch=3" in given else 8
     told = " ".join(capsys.readouterr().out.split())
-    assert f"activations of {held} decisions" in told
+    assert f"activations of {held} chunks" in told
     assert ("Encoder outputs of about" in told) == ("teach.cache_encoder_outputs=true" in given)
     made = load_lerobot_policy(tmp_path / "teach/push_cube/0/checkpoint")
     before, after = load_lerobot_policy(folders["student"]).policy.state_dict(), made.policy.state_dict()

@@ -270,7 +270,7 @@ def test_a_base_takes_the_first_steps_and_stays(folders, tmp_path):
     copied = sum(value.numel() for value in policy.base.buffers())
     assert copied == sum(weight.numel() for weight in policy.trainable_parameters())
     assert not shared & {id(value) for value in policy.base.buffers()}
-    with pytest.warns(RobopolicyWarning, match="one network"):
+    with pytest.warns(RobopolicyWarning, match="a frozen base runs the first denoising steps"):
         alone.prepare_finetuning(2)
     alone.load_state_dict(policy.state_dict())  # as a run does that goes on
     assert torch.equal(alone.trajectory(observation, noise), after)
@@ -518,7 +518,7 @@ def test_training_says_what_it_takes_and_what_fits(folders, capsys, monkeypatch)
     policy = trained(folders["smolvla"])
     say_model(policy, PretrainConfig(batch_size=8))
     output = capsys.readouterr().out
-    assert "activations of 8 decisions" in output and "gradients, optimiser and moving average" in output
+    assert "activations of 8 chunks" in output and "gradients, optimiser and moving average" in output
     learns = 4 * 4 * sum(weight.numel() for weight in policy.trainable_parameters())
     monkeypatch.setattr("robopolicy.verbs.job.free_memory", lambda device: learns)
     with pytest.raises(ConfigError, match=r"Training needs about .* more memory"):
@@ -579,7 +579,7 @@ def test_what_it_learned_from_names_its_elements(folders, tmp_path):
     with pytest.raises(SpecError, match="Element 0 of the action is 'across' for the policy"):
         build_policy("lerobot", LeRobotStart(own), spec, None, 0)
     wrong = copied(folders["smolvla"], tmp_path / "wrong", {"names": {"action": ["across"]}})
-    with pytest.raises(ConfigError, match="names 1 elements of 'action', which has 2"):
+    with pytest.raises(ConfigError, match="has 1 names for the elements of 'action', which has 2"):
         load_policy(wrong)
 
 
@@ -587,7 +587,7 @@ def test_data_of_other_sizes_is_refused_with_the_line_to_write(folders):
     wide = data_spec()
     fields = {**wide.observation, FRONT: replace(wide.observation[FRONT], shape=(24, 40, 3))}
     with pytest.raises(
-        SpecError, match=r'put {"image_sizes": {"observation.images.front": \[24, 40\]}} into robopolicy'
+        SpecError, match=r'write {"image_sizes": {"observation.images.front": \[24, 40\]}} into robopolicy'
     ):
         build_policy("lerobot", LeRobotStart(folders["smolvla"]), replace(wide, observation=fields), None, 0)
     without = {key: field for key, field in wide.observation.items() if key != FRONT}
@@ -696,7 +696,7 @@ def test_an_instruction_is_read_as_far_as_the_processor_says(folders, tmp_path):
 @pytest.mark.parametrize("setting", ["max_action_dim", "max_state_dim"])
 def test_more_elements_than_there_is_room_for_are_refused(folders, tmp_path, setting):
     folder = edited(folders["pi0"], tmp_path / "narrow", **{setting: 1})
-    with pytest.raises(CheckpointError, match=f"says {setting}=1, but it has"):
+    with pytest.raises(CheckpointError, match=f"has {setting}=1, but it has"):
         load_lerobot_policy(folder, weights=False)
 
 

@@ -228,7 +228,9 @@ def test_what_cannot_be_used_says_why(folder, tmp_path, words):
         policy.to_trainable()
     with pytest.raises(ConfigError, match="flow_noise=sde corrects a velocity"):
         load_trainable(folder, LeRobotTuning(flow_noise=FlowNoise.SDE))
-    with pytest.raises(CheckpointError, match=r"outputs actions of 20 elements \(action_mode=ee6d\).* says 2 "):
+    with pytest.raises(
+        CheckpointError, match=r"outputs actions of 20 elements \(action_mode=ee6d\).* config.json declares 2 "
+    ):
         load_policy(edited(folder, tmp_path / "copy", action_mode="ee6d"))
     missing = edited(folder, tmp_path / "missing")
     weights = load_file(missing / "model.safetensors")

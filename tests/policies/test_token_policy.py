@@ -216,7 +216,7 @@ def test_adapters_learn_alone_and_merge_into_the_weights():
     assert all(torch.equal(state[name], value) for name, value in frozen.items())
     tuned = policy.log_prob(observation, before.latents).logp
     assert (tuned - before.logp).mean() > 0.01
-    with pytest.raises(ConfigError, match="has already has adapters"):
+    with pytest.raises(ConfigError, match="already has adapters"):
         policy.add_lora(3)
     policy.merge_lora()
     assert not any("lora_" in name for name in policy.state_dict())

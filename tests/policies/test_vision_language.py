@@ -351,7 +351,9 @@ def test_missing_weights_are_not_made_up(checkpoints, tmp_path: Path):
     folder = shutil.copytree(checkpoints["smolvlm"], tmp_path / "part")
     known = load_file(folder / "model.safetensors")
     save_file({key: value for key, value in known.items() if "connector" not in key}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"lacks 1 weights of a SmolVLMModel, connector\..* Download the complete"):
+    with pytest.raises(
+        ConfigError, match=r"lacks 1 weights of a SmolVLMModel, such as connector\..* Download the complete"
+    ):
         build(folder)
 
 
@@ -397,7 +399,7 @@ def test_versions_memory_and_positions_are_looked_at_first(checkpoints, monkeypa
         patched.setattr(pretrained, "free_memory", lambda device: 1000)
         with pytest.raises(ConfigError, match=r"of memory in fp32, but only 0\.001 MB are free"):
             build(folder)
-    with pytest.raises(ConfigError, match=r"90 of images|90 of them for its|but a SmolVLMModel has 512 positions"):
+    with pytest.raises(ConfigError, match=r"of them for its 30 images.*a SmolVLMModel has only 512 positions"):
         build(folder, history=30, split_images=True)
 
 
