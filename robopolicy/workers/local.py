@@ -20,7 +20,7 @@ from typing import Any
 
 from robopolicy.core.pools import PoolSettings, context, died, perform, received
 
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from robopolicy.workers.local import work; work({})"
+START = "import json as j, sys; sys.path[:] = j.loads(sys.argv[2]); from robopolicy.workers.local import work; work({})"
 """What a worker's interpreter runs."""
 
 
