@@ -539,7 +539,7 @@ def _diffusion_chain(config: Any, steps: int) -> dict[str, Any]:
         "denoising_steps": config.num_train_timesteps,
         "sampling_steps": steps,
         "finetuned_steps": steps,
-        "spacing": Spacing.LEADING,
+        "timestep_spacing": Spacing.LEADING,
         "clip": config.clip_sample_range if config.clip_sample else None,
     }
 
