@@ -68,7 +68,7 @@ class Workers:
     pool: Pool | None
 
     def players(self, builder: str, **arguments: Any) -> BatchPlayers | None:
-        """Return what plays batches on the workers, None without workers; see `BatchPlayers`."""
+        """Return the object that plays batches on the workers, None without workers; see `BatchPlayers`."""
         if self.pool is None:
             return None
         sections = {name: to_plain(part) for name, part in vars(self.config).items() if is_dataclass(part)}

@@ -91,7 +91,7 @@ def open_pool(name: str, settings: PoolSettings) -> Generator[Pool]:
 
 
 def context() -> dict[str, Any]:
-    """Return what a worker needs to know of this process, as plain data: places of modules, and what the user
+    """Return the facts about this process that a worker needs, as plain data: places of modules, and what the user
     trusts.
     """
     return {"path": [place for place in sys.path if place], **trusted()}

@@ -135,7 +135,7 @@ def note(path: str) -> None:
 
 
 def trusted() -> dict[str, list[str]]:
-    """Return what the user has named in this process, for `trust` in a worker."""
+    """Return the modules that the user has named in this process, for `trust` in a worker."""
     return {"plugins": list(_plugins), "named": sorted(_asked_for)}
 
 
