@@ -27,7 +27,7 @@ from robopolicy.core.errors import (
 )
 from robopolicy.core.registry import ask_for
 from robopolicy.core.status import ending, note
-from robopolicy.verbs.verb import VERBS, Verb, declaration, overrides
+from robopolicy.verbs.verb import VERBS, Verb, configuration_of, declaration, overrides
 
 if TYPE_CHECKING:
     from robopolicy.configuration import Config, Described
@@ -121,18 +121,17 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
     if name not in VERBS:
         raise ConfigError(f"'{name}' is not a verb.{did_you_mean(name, VERBS.names())}")
     verb = declaration(name)
-    from robopolicy.configuration import compose, with_downloads  # imports hydra: only once a verb is known
-
     help_place = next((place for place, argument in enumerate(arguments) if argument in HELP), None)
     if help_place is not None:
         after = [argument for argument in arguments[help_place:] if argument not in HELP]
         settings = arguments[:help_place] + [argument for argument in after if "=" in argument]
         sections = [argument for argument in after if "=" not in argument]
+        from robopolicy.configuration import compose
+
         print_help(name, verb, compose(overrides(name, verb, settings), sections=verb.sections), output, sections)
         return 0
-    origin = partial(_in_origin, verb) if verb.world_from else None
     all_overrides = overrides(name, verb, arguments)
-    config = with_downloads(compose(all_overrides, origin, verb.sections), verb.sections)
+    config = configuration_of(verb, all_overrides)
     _say_unread(name, verb, config, all_overrides)
     if config.json is not None:
         from robopolicy.core.storage import require_writable  # imports safetensors
@@ -147,16 +146,6 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
         own_sections = sorted(verb.sections, key=lambda section: (section != name, section in ("run", "world")))
         error.args = (with_sections(str(error), own_sections, config),)
         raise
-
-
-def _in_origin(verb: Verb, config: "Config") -> "Config":
-    """Return `config`, which names no world, with the world of the checkpoint, dataset or server given to `verb`."""
-    from robopolicy.configuration import with_downloads
-
-    config = with_downloads(config, verb.sections)
-    from robopolicy.building.origins import with_origin  # imports torch: only for verbs that need it
-
-    return with_origin(config, verb.world_from)
 
 
 def _say_unread(name: str, verb: Verb, config: "Config", given: Sequence[str]) -> None:

@@ -27,6 +27,8 @@ SAFE: dict[Kind, tuple[str, ...]] = {
     "dataset": ("*.parquet", "*.mp4", "*.json", "*.jsonl", "*.md", "*.safetensors", "*.png"),
 }
 """Patterns of the files that are downloaded. Those of robopolicy's own datasets contain a side table as safetensors."""
+CONTENT: dict[Kind, str] = {"model": ".safetensors", "dataset": ".parquet"}
+"""Ending of the files without which a repository has no weights or data."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy")
 """Endings of files that are, or may be, pickles."""
 
@@ -140,8 +142,7 @@ def _files(name: HubName) -> list[tuple[str, int, bool]]:
 
 def _require_safe(name: HubName, files: list[str]) -> None:
     """Raise ConfigError unless the repository contains weights as safetensors, or data as parquet."""
-    suffix = ".safetensors" if name.kind == "model" else ".parquet"
-    if any(file.endswith(suffix) for file in files):
+    if any(file.endswith(CONTENT[name.kind]) for file in files):
         return
     pickled = [file for file in files if file.endswith(PICKLED)]
     if pickled:

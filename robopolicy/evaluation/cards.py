@@ -11,7 +11,7 @@ from robopolicy.core.hub import HubName, repository_of
 from robopolicy.core.storage import read_object, read_text, reading
 from robopolicy.data.lerobot_format import recorded_origin
 from robopolicy.evaluation.report import JUDGED
-from robopolicy.evaluation.tables import difference_text
+from robopolicy.evaluation.tables import difference_text, evaluation_text
 from robopolicy.policies.loading import foreign_format, open_checkpoint, saved_origin
 
 if TYPE_CHECKING:
@@ -132,6 +132,11 @@ class _Run:
         """Return the evaluation of every policy by name: the base first, the resulting policy last."""
         return {name: self.result[name] for name in JUDGED if isinstance(self.result.get(name), Mapping)}
 
+    def final(self) -> Mapping[str, Any]:
+        """Return the resulting policy's evaluation without exploration noise, {} if there is none."""
+        evaluations = list(self.evaluated().values())
+        return evaluations[-1]["deterministic"] if evaluations else {}
+
     def first(self) -> str:
         """Return the name of the policy that the last one is compared with, "" if there is none."""
         return next(iter(self.evaluated()), "")
@@ -145,7 +150,7 @@ class _Run:
         with reading(self.path or Path(), "Its result.json is damaged"):
             for name, each in evaluations.items():
                 plain = each["deterministic"]
-                rates = " | ".join(_rate(each[mode]) for mode in MODES)
+                rates = " | ".join(evaluation_text(each[mode]) for mode in MODES)
                 lines.append(f"| {name} | {plain['world']} | {rates} | {plain['episodes']} |")
         return "\n".join(lines)
 
@@ -153,8 +158,7 @@ class _Run:
         """Return the success of the resulting policy for the card's metadata, None if there is none."""
         from huggingface_hub import EvalResult
 
-        evaluations = list(self.evaluated().values())
-        plain = evaluations[-1]["deterministic"] if evaluations else {}
+        plain = self.final()
         if not plain or not plain.get("reports_success", True):
             return None
         name = world or str(plain["world"])
@@ -199,8 +203,7 @@ class _Run:
 
     def unmeasured(self, world: str) -> list[str]:
         """Return the limits of the evaluation, one sentence each."""
-        evaluations = list(self.evaluated().values())
-        plain = evaluations[-1]["deterministic"] if evaluations else {}
+        evaluations, plain = self.evaluated(), self.final()
         place = f" Everything above was measured in `{plain.get('world', world)}`." if evaluations else ""
         lines = [f"A real robot.{place}"]
         if not evaluations:
@@ -240,12 +243,6 @@ def _items(lines: Sequence[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _rate(figures: Mapping[str, Any]) -> str:
-    if not figures.get("reports_success", True):
-        return f"return {figures['return_mean']:.4g} [{figures['return_low']:.4g}, {figures['return_high']:.4g}]"
-    return f"{figures['success_rate']:.1%} [{figures['low']:.1%}, {figures['high']:.1%}]"
-
-
 def _world(checkpoint: Path, files: _Run) -> str:
     """Return the name of the world that the checkpoint was made in, "" if unknown."""
     try:
@@ -254,8 +251,7 @@ def _world(checkpoint: Path, files: _Run) -> str:
         origin = None
     if origin is not None:
         return origin.name
-    evaluations = list(files.evaluated().values())
-    return str(evaluations[-1]["deterministic"].get("world", "")) if evaluations else ""
+    return str(files.final().get("world", ""))
 
 
 def _tag(name: str) -> str:

@@ -18,6 +18,16 @@ def rate_in_words(figures: Mapping[str, Any]) -> str:
     return f"{figures['success_rate']:.0%} {bounds} of {figures['episodes']}"
 
 
+def evaluation_text(figures: Mapping[str, Any]) -> str:
+    """Return an evaluation's success rate with its interval, or its return where the world reports no success.
+
+    figures: as in `EvaluationResult.summary`.
+    """
+    if not figures.get("reports_success", True):
+        return f"return {figures['return_mean']:.4g} [{figures['return_low']:.4g}, {figures['return_high']:.4g}]"
+    return f"{figures['success_rate']:.1%} [{figures['low']:.1%}, {figures['high']:.1%}]"
+
+
 def instruction_table(judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]] | None:
     """Return header and rows: one row per instruction, one column with the success of each evaluation that has several
     instructions.

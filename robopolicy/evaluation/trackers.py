@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Full, Queue
 from threading import Event, Thread
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning, in_one_line, require_extra
 from robopolicy.core.registry import Registry
@@ -186,7 +186,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Whether a value of metrics.jsonl is a number that can be plotted."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 

@@ -281,9 +281,8 @@ def stage_of(config: Config, root: Path, name: str, verb: str, settings: Sequenc
     """Return a stage: its name, verb, and complete settings, in a run folder below `root`."""
     sections = declaration(verb).sections
     stage_settings = [each for each in config.improve.overrides if each.partition("=")[0].split(".")[0] in sections]
-    world = changes("world", config.world, WorldSection(name="")) if config.world.name else []
     run = changes("run", replace(config.run, root=root, name=name, overwrite=False), RunSection())
-    return {"name": name, "verb": verb, "settings": [*settings, *world, *run, *stage_settings]}
+    return {"name": name, "verb": verb, "settings": [*settings, *world_settings(config), *run, *stage_settings]}
 
 
 def changes(section: str, values: object, defaults: object) -> list[str]:
@@ -298,6 +297,11 @@ def changes(section: str, values: object, defaults: object) -> list[str]:
             is_world_name = (section, key) == ("world", "name")  # which is read before hydra reads quotes
             result.append(f"world={value}" if is_world_name else setting(f"{section}.{key}", value))
     return result
+
+
+def world_settings(config: Config) -> list[str]:
+    """Return the settings that name and change the world, as they are written on the command line."""
+    return changes("world", config.world, WorldSection(name="")) if config.world.name else []
 
 
 def setting(key: str, value: object) -> str:
@@ -521,13 +525,20 @@ def in_simulator(config: Config, plan: Mapping[str, Any], folder: RunFolder) -> 
 
 def again(config: Config, *settings: str) -> str:
     """Return the command of this run with other settings."""
-    world = changes("world", config.world, WorldSection(name="")) if config.world.name else []
     improve_settings = changes(
         "improve", replace(config.improve, policy=None, data=None, iterations=0), ImprovementSection()
     )
     data = [] if config.improve.data is None else [setting("data", config.improve.data)]
     return shlex.join(
-        ["robopolicy", "improve", str(config.improve.policy), *world, *data, *improve_settings, *settings]
+        [
+            "robopolicy",
+            "improve",
+            str(config.improve.policy),
+            *world_settings(config),
+            *data,
+            *improve_settings,
+            *settings,
+        ]
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, DataError
-from robopolicy.core.hub import HubName, Kind, endpoint, files_to_upload, hub_errors, hub_name
+from robopolicy.core.hub import CONTENT, HubName, Kind, endpoint, files_to_upload, hub_errors, hub_name
 from robopolicy.core.storage import read_object, write_atomic
 from robopolicy.data.lerobot_reading import is_dataset
 from robopolicy.evaluation.cards import dataset_card, model_card
@@ -98,7 +98,7 @@ def upload_of(path: Path) -> Upload:
         kind, folder = "model", checkpoint_in(folder)
         films = sorted(film for film in (run_folder.glob("*.mp4") if run_folder else ()) if film.is_file())
     files, left_out = files_to_upload(folder, kind)
-    suffix = ".safetensors" if kind == "model" else ".parquet"
+    suffix = CONTENT[kind]
     if not any(file.suffix == suffix for file in files):
         raise ConfigError(f"{folder} contains no {suffix} file, so there is nothing to upload: was its run finished?")
     return Upload(folder, kind, run_folder, films, files, left_out)

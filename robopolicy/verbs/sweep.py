@@ -28,8 +28,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from rich.rule import Rule
 
-from robopolicy.building.origins import with_origin
-from robopolicy.configuration import Config, compose, to_yaml, with_downloads
+from robopolicy.configuration import Config, to_yaml
 from robopolicy.core.errors import ConfigError, DataError, RobopolicyError, did_you_mean, in_one_line
 from robopolicy.core.run import versions
 from robopolicy.core.storage import read_object, write_atomic, write_json
@@ -50,7 +49,7 @@ from robopolicy.evaluation.sweeps import (
     value_of,
 )
 from robopolicy.runs import RESULT, open_folder, output, print_table, publish, run_name, run_path
-from robopolicy.verbs.verb import VERBS, Verb, declaration, overrides
+from robopolicy.verbs.verb import VERBS, Verb, configuration_of, declaration, overrides
 
 VERB = Verb(
     summary="Run a verb for every combination of settings and compare the results",
@@ -160,12 +159,7 @@ def _values(override: Override) -> tuple[str, list[str]]:
 def _planned(verb: str, declared: Verb, settings: list[tuple[str, str]], varied: list[str]) -> Planned:
     """Return the run of one combination, with the part of its name that its settings give it."""
     typed = [f"{key}={value}" for key, value in settings]
-
-    def origin(composed: Config) -> Config:
-        return with_origin(with_downloads(composed, declared.sections), declared.world_from)
-
-    composed = compose(typed, origin if declared.world_from else None, declared.sections)
-    composed = with_downloads(composed, declared.sections)
+    composed = configuration_of(declared, typed)
     swept_values = {_short(key, varied): value for key, value in settings if key in varied and key != SEED}
     if swept_values:
         usual, label = run_name(composed), "_".join(f"{key}-{_plain(value)}" for key, value in swept_values.items())

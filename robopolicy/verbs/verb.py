@@ -11,10 +11,13 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.registry import Registry
+
+if TYPE_CHECKING:
+    from robopolicy.configuration import Config
 
 PLAIN = frozenset(string.ascii_letters + string.digits + "_-./~@%+")
 """Characters that a value may contain without quotes."""
@@ -101,6 +104,21 @@ def _literals(call: ast.Call, module: str) -> dict[str, Any]:
         raise ConfigError(
             f"{module}: VERB is parsed without running the module: pass keyword arguments that are literals."
         ) from error
+
+
+def configuration_of(verb: Verb, settings: list[str]) -> "Config":
+    """Compose the configuration of a verb: `key=value` settings, the world of its checkpoint, dataset or server if no
+    world is named, and local folders in place of repositories on the hub.
+    """
+    from robopolicy.configuration import compose, with_downloads  # imports hydra: only once a verb is known
+
+    def in_origin(config: "Config") -> "Config":
+        from robopolicy.building.origins import with_origin  # imports torch: only for verbs that need it
+
+        return with_origin(with_downloads(config, verb.sections), verb.world_from)
+
+    config = compose(settings, in_origin if verb.world_from else None, verb.sections)
+    return with_downloads(config, verb.sections)
 
 
 def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ from robopolicy.evaluation.intervals import compare_paired, compare_returns
 from robopolicy.evaluation.plots import COLOURS, as_svg, drawing, new_figure
 from robopolicy.evaluation.report import Section, judged_in
 from robopolicy.evaluation.tables import difference_text
+from robopolicy.evaluation.trackers import flat, is_number
 from robopolicy.runs import DESCRIPTION, RESULT
 from robopolicy.watching.listing import METRICS, Run, outcome_of
 
@@ -62,7 +63,7 @@ class Compared:
 
 def figure(value: object) -> float | None:
     """Return a value of metrics.jsonl or result.json as a float; None if it is not a number."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    return float(value) if is_number(value) else None
 
 
 def axis_of(record: Mapping[str, Any]) -> str:
@@ -89,21 +90,15 @@ def _opened(name: str, run: Run) -> Compared:
         result = read_object(run.path / RESULT, DataError) if (run.path / RESULT).exists() else {}
         records = folder.metrics() if (run.path / METRICS).exists() else []
         described = run.path / DESCRIPTION[0]
-        return Compared(name, run, records, result, flat(read_yaml(described)) if described.exists() else {})
+        values = flat(read_yaml(described)) if described.exists() else {}
+        return Compared(name, run, records, result, {key: _shortened(value) for key, value in values.items()})
     except RobopolicyError:
         return Compared(name, run, [], {}, {})
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested settings as {"section.key": shortened value}."""
-    flat_settings: dict[str, str] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flat_settings |= flat(value, f"{prefix}{key}.")
-        else:
-            text = str(value)
-            flat_settings[f"{prefix}{key}"] = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-    return flat_settings
+def _shortened(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def metrics_of(runs: Sequence[Compared]) -> list[str]:

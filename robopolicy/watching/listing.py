@@ -15,6 +15,7 @@ from robopolicy.core.status import RUNNING, Phase, read_status, state_of, status
 from robopolicy.core.storage import read_object, reading
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.report import judged_in
+from robopolicy.evaluation.tables import evaluation_text
 from robopolicy.runs import DESCRIPTION, RESULT
 
 METRICS = "metrics.jsonl"
@@ -178,11 +179,8 @@ def outcome_of(result: Mapping[str, Any]) -> Outcome | None:
 
 
 def _outcome(policy: str, figures: Mapping[str, Any]) -> Outcome:
-    if not figures.get("reports_success", True):
-        value = float(figures["return_mean"])
-        return Outcome(f"return {value:.4g} [{figures['return_low']:.4g}, {figures['return_high']:.4g}]", value, policy)
-    rate, low, high = (float(figures[key]) for key in ("success_rate", "low", "high"))
-    return Outcome(f"{rate:.1%} [{low:.1%}, {high:.1%}]", rate, policy)
+    value = figures["success_rate"] if figures.get("reports_success", True) else figures["return_mean"]
+    return Outcome(evaluation_text(figures), float(value), policy)
 
 
 def so_far(path: Path) -> Outcome | None:
@@ -191,4 +189,4 @@ def so_far(path: Path) -> Outcome | None:
     if not rows:
         return None
     rate, low, high = (float(rows[-1][f"deterministic_{key}"]) for key in ("success", "low", "high"))
-    return Outcome(f"{rate:.1%} [{low:.1%}, {high:.1%}]", rate, "validation", final=False)
+    return replace(_outcome("validation", {"success_rate": rate, "low": low, "high": high}), final=False)
