@@ -197,7 +197,7 @@ def test_own_advantage_decorated_and_plain():
     assert (decorated.name, decorated.source) == ("outside_ranks", "an outside package")
     plain = find(Slot.ADVANTAGE, "own_things:plain")
     assert (plain.name, plain.options, plain.needs) == ("plain", {"scale": 1.0}, frozenset())
-    with pytest.raises(ConfigError, match="is a mechanism for advantage"):
+    with pytest.raises(ConfigError, match="is a mechanism for the slot advantage"):
         find(Slot.CREDIT, ranks)
     with pytest.raises(ConfigError, match="Did you mean 'plain'"):
         find(Slot.ADVANTAGE, "own_things:plane")
@@ -229,8 +229,8 @@ def test_an_own_mechanism_is_checked_explained_and_shown_its_slot(tmp_path, monk
         return " ".join((shown.out + shown.err).split())
 
     checked = said("check", "mine_surely:surely", status=0)
-    assert "a mechanism that keeps" in checked and "finetune.credit=[mine_surely:surely]" in checked
-    assert "finetune.options.surely.damping=1.0" in checked and "It needs the entropy of every step" in checked
+    assert "(a mechanism): contract check passed" in checked and "finetune.credit=[mine_surely:surely]" in checked
+    assert "finetune.options.surely.damping=1.0" in checked and "It needs: the entropy of every step" in checked
     assert "calls 'surely_not' with (rollouts, context)" in said("check", "mine_surely:surely_not", status=1)
     explained = said("algorithms", "mine_surely:surely", status=0)
     assert "Trusts all steps alike." in explained and "finetune.credit=[mine_surely:surely]" in explained

@@ -219,14 +219,14 @@ def test_a_policy_is_improved_from_recorded_data_and_put_before_a_gate(root, cap
     output = capsys.readouterr().out
     assert output.count(" round ") == 2 and "of 2 candidates accepted" in output and "reach_planar" in output
     page = (folder / "report.html").read_text()
-    assert "Gate" in page and "judged by fitted Q evaluation" in page
+    assert "Gate" in page and "evaluated by fitted Q evaluation" in page
     assert run(root, "offline", str(data), *OFFLINE, *chosen) == 0
     assert "is done" in capsys.readouterr().out
     model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
     judges = ["gate.evaluators=[model,critic,fqe]", f"gate.models=[{model}]", f"gate.data=[{data}]"]
     assert run(root, "gate", str(folder / "checkpoint"), str(base), *OFFLINE[-3:], *judges) in (0, 1)
     output = capsys.readouterr().out
-    assert output.count("judged by") == 3 and "success in the imagined reach_planar" in output
+    assert output.count("evaluated by") == 3 and "success in the imagined reach_planar" in output
     policies = [base, root / "offline" / "off" / "0" / "base", folder / "checkpoint"]
     asked = f"bakeoff.policies=[{','.join(map(str, policies))}]"
     assert run(root, "bakeoff", asked, "bakeoff.episodes=8", *OFFLINE[-3:], *judges) == 0
@@ -323,7 +323,7 @@ def test_serve_says_at_once_that_a_policy_without_a_rate_drives_no_robot(fps, mo
     notes = [str(note.message) for note in recwarn if note.category is RobopolicyWarning]
     assert len(served) == 1
     assert len(notes) == (fps == 0)
-    assert all('add "fps": N (its training rate) to robopolicy.json next to its config.json' in note for note in notes)
+    assert all('add "fps": N to robopolicy.json next to config.json' in note for note in notes)
 
 
 @pytest.mark.parametrize(("certificate", "address"), [("null", "ws://robot:80"), ("file.pem", "wss://robot:80")])

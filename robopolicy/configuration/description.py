@@ -23,8 +23,7 @@ RARE = {
     "DistillConfig": "teacher_chain_fraction",
     "TeachConfig": "teacher_fraction",
     "DenoisingPolicyConfig": "heads denoising_steps timestep_spacing clip noise_clip logp_clamp flow_noise_bounds"
-    " noisy_steps"
-    " matching_samples",
+    " noisy_steps matching_samples prefix_decay",
     "EdmConfig": "sigma_data log_mean log_std sigma_min sigma_max order churn offset_noise",
     "JointConfig": "heads policy_fraction aggregate",
     "TokenConfig": "frequencies decode_steps heads feed_forward prompt lora_alpha",
@@ -33,9 +32,8 @@ RARE = {
     "RssmConfig": "deter blocks hidden stochastic classes channels reward_scale observed_fraction sample",
     "PixelDiffusionConfig": "grid channels layers context_noise change_threshold",
     "VideoConfig": "channels latent patch width heads recent stride view_batch_size motion_weight kl_weight"
-    " autoencoder_step_fraction readout_step_fraction memory_noise present_noise repeat_present_fraction "
-    "bootstrap_steps "
-    "change_threshold",
+    " autoencoder_step_fraction readout_step_fraction memory_noise present_noise repeat_present_fraction"
+    " bootstrap_steps change_threshold",
     "ReadoutConfig": "positive_fraction imagined_fraction members",
     "IqlConfig": "max_weight",
     "SacConfig": "target_entropy entropy_backup actor_learning_rate",

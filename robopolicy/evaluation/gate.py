@@ -78,7 +78,7 @@ class Judgement:
 
     @property
     def text(self) -> str:
-        """Text for logs: "+.06 [.02, .09] on 256 starts, judged by ..."."""
+        """Text for logs: "+.060 [+.020, +.090] on 256 initial states, evaluated by ..."."""
         low, high = self.bootstrap
         bound = f" (Student's t from {self.student[0]:+.3f})" if self.student[0] < low else ""
         return (
@@ -102,7 +102,7 @@ class GateResult:
     clipped: tuple[float, ...] = ()
 
     def line(self, what: str) -> str:
-        """Return the line of the log: "accepted round 3: +.06 [.02, .09] on 256 starts, judged by ..."."""
+        """Return the line of the log: "accepted round 3: +.060 [+.020, +.090] on 256 initial states, ..."."""
         return f"{'accepted' if self.accepted else 'rejected'} {what}: {'; '.join(self.reasons)}"
 
     def to_json(self) -> dict[str, Any]:

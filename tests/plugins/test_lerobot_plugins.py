@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_said(checkpoint, tmp_path):
         policy.select_action({"action": torch.zeros(1, 2)})
     with pytest.raises(SpecError, match="'task' has 1 texts, but there are 2 rows"):
         policy.select_action({**shown(), "task": ["push"]})
-    with pytest.raises(ConfigError, match="does not train them"):
+    with pytest.raises(ConfigError, match="LeRobot cannot train policies of this type"):
         policy.forward({})
     blind = environment(cameras=[])
     with pytest.raises(SpecError, match="no camera 'top'"):

@@ -341,7 +341,7 @@ def test_images_are_processed_in_sizes_that_there_are(folders, tmp_path):
     described = json.loads(path.read_text())
     step = {"registry_name": "image_crop_resize_processor", "config": {"resize_size": [40_000, 40_000]}}
     path.write_text(json.dumps({**described, "steps": [*described["steps"], step]}))
-    with pytest.raises(CheckpointError, match=r"policy_preprocessor\.json says resize_size=40000, .* more than 4096"):
+    with pytest.raises(CheckpointError, match=r"policy_preprocessor\.json has resize_size=40000, but at most 4096"):
         load_policy(copy)
     shutil.copytree(folders["act"], copy, dirs_exist_ok=True)
     (copy / "robopolicy.json").write_text(json.dumps({"image_sizes": {FRONT: [10**6, 32]}}))

@@ -203,7 +203,7 @@ def test_sessions_are_bounded_and_idle_ones_make_room(ports):
         for name in "abc":
             first.infer(observation(**{SESSION: name}))
         second.infer(observation(**{SESSION: "a"}))
-        with pytest.raises(ServingError, match="keeps 4 sessions"):
+        with pytest.raises(ServingError, match="has at most 4 sessions"):
             second.infer(observation(**{SESSION: "b"}))
     with PolicyClient(port=port) as client:
         for name in "abc":
@@ -241,7 +241,7 @@ def test_no_key_is_no_guess(ports):
     port = ports["unlocked"]
     for _ in range(5):
         assert status(port, "/metrics")[0] == 401
-        with pytest.raises(ServingError, match="wants an API key, and none was given"):
+        with pytest.raises(ServingError, match="requires an API key, and none was given"):
             PolicyClient(port=port)
     for key in ("gu\xe9ss", "guess"):
         with pytest.raises(ServingError, match="another API key than the one given"):

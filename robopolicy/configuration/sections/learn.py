@@ -22,8 +22,8 @@ class PolicySection(Tagged):
     beside: ClassVar = True
 
     kind: str = "diffusion"
-    """Policy class: diffusion, flow, token (a language model over action tokens), joint (it also predicts futures and
-    values for planning), lerobot (a LeRobot checkpoint), or a custom one.
+    """Policy class: diffusion, flow, token (a language model over action tokens), joint (also predicts
+    futures and values), lerobot (a LeRobot checkpoint), or a custom one.
     """
     config: Any = field(default_factory=DenoisingPolicyConfig)
 
