@@ -36,6 +36,9 @@ from robopolicy.rl.offline.iql import Iql
 from robopolicy.runs import default_path, output
 from robopolicy.training.critics import critic_interface, fit_agent
 
+CRITICS = frozenset({"fqe", "critic"})
+"""Evaluators that see recorded data through a fitted critic alone."""
+
 
 def recorded_for_gate(config: Config, policy: Policy, device: torch.device) -> Episodes | None:
     """Return the episodes of gate.data (default: the output of collect), renamed as for `policy`; None if no evaluator
@@ -163,3 +166,14 @@ def warn_of_divergence(judges: Sequence[Judge]) -> None:
                 "gate.evaluators=[model].",
                 markup=False,
             )
+
+
+def warn_of_critics_alone(section: GateSection, accepted: bool) -> None:
+    """Print a note when a candidate was accepted by critics alone, which also accept worse policies."""
+    if accepted and CRITICS.issuperset(section.evaluators):
+        output.print(
+            "Note: critics on recorded data alone also accept worse policies: of 147 truly worse candidates fqe "
+            "accepted 10 and critic 15, an evaluation in a world model none (robopolicy/benchmarks/README.md, gate). "
+            "Add one, gate.evaluators=[model,fqe], or evaluate the candidate in a simulator before it is used.",
+            markup=False,
+        )

@@ -9,7 +9,13 @@ critic are rejected as not credible when they value it above nine of ten recorde
 rejected.
 """
 
-from robopolicy.building.judges import build_judges, clipped, recorded_for_gate, warn_of_divergence
+from robopolicy.building.judges import (
+    build_judges,
+    clipped,
+    recorded_for_gate,
+    warn_of_critics_alone,
+    warn_of_divergence,
+)
 from robopolicy.building.policies import choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
@@ -39,6 +45,7 @@ def run(config: Config) -> int:
     verdict = gate.decide(candidate, incumbent)
     warn_of_divergence(judges)
     output.print(verdict.line("the candidate"))
+    warn_of_critics_alone(section, verdict.accepted)
     finish(config, folder, {"gate": verdict.to_json(), **clipped(judges)})
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0 if verdict.accepted else 1

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from robopolicy.building.judges import build_judges, clipped, warn_of_divergence
+from robopolicy.building.judges import build_judges, clipped, warn_of_critics_alone, warn_of_divergence
 from robopolicy.building.policies import as_seen_in, load_policy
 from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
@@ -102,6 +102,7 @@ def run(config: Config) -> int:
     for line in rounds.lines:
         output.print(line, markup=False, soft_wrap=True)
     warn_of_divergence(judges)
+    warn_of_critics_alone(config.gate, gate is not None and rounds.accepted > 0)
     result: dict[str, Any] = {
         **began_from(path),
         "episodes": len(training),

@@ -1,13 +1,17 @@
 """Judges on a line where the best policy walks home, and judges judged."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from evaluation_toys import LineWorld
 
+from robopolicy.building.judges import warn_of_critics_alone
+from robopolicy.configuration.sections.recorded import GateSection
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Decision
@@ -193,3 +197,30 @@ def test_scores_of_judges_by_hand():
     assert best_judge({"wrong": wrong}) is None
     with pytest.raises(DataError, match="at least three policies"):
         score_judge("few", truth[:2], right[:2])
+
+
+@pytest.mark.parametrize(
+    ("evaluators", "accepted", "noted"),
+    [
+        (("fqe",), True, True),
+        (("fqe", "critic"), True, True),
+        (("fqe",), False, False),
+        (("model", "fqe"), True, False),
+    ],
+)
+def test_a_gate_of_critics_alone_says_that_they_accept_worse_policies(evaluators, accepted, noted, capsys):
+    warn_of_critics_alone(GateSection(evaluators=evaluators), accepted)
+    assert ("also accept worse policies" in " ".join(capsys.readouterr().out.split())) is noted
+
+
+def test_what_is_said_of_critics_is_what_the_tables_say(capsys):
+    tables = (Path(__file__).parents[2] / "robopolicy" / "benchmarks" / "README.md").read_text()
+    worse = {
+        name: [tuple(map(int, each)) for each in re.findall(rf"^\| {name} \| (\d+) of (\d+): ", tables, re.MULTILINE)]
+        for name in ("model", "fqe", "critic")
+    }
+    accepted = {name: sum(count for count, _ in counts) for name, counts in worse.items()}
+    assert {name: sum(total for _, total in counts) for name, counts in worse.items()} == dict.fromkeys(worse, 147)
+    warn_of_critics_alone(GateSection(evaluators=("fqe",)), accepted=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"accepted {accepted['fqe']} and critic {accepted['critic']}" in said and accepted["model"] == 0
