@@ -40,7 +40,7 @@ def test_the_benchmark_of_the_readme_runs_and_is_checked(tmp_path, monkeypatch, 
     assert main(["check", "readme_benchmark:BENCHMARK"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "a benchmark" in output and "Does the expert succeed?" in output and "bench.seeds" in output
-    with pytest.raises(ConfigError, match=r"reads bench\.seeds"):
+    with pytest.raises(ConfigError, match=r"does not use bench\.tasks; it uses bench\.seeds"):
         run(tmp_path, "bench.name=readme_benchmark:BENCHMARK", "bench.tasks=[push_t]")
 
 

@@ -9,6 +9,7 @@ from robopolicy.configuration import Config, compose
 from robopolicy.configuration.composition import _tagged_sections
 from robopolicy.core.errors import ConfigError, RobopolicyNote
 from robopolicy.core.structured import from_plain, renamed, to_plain, with_current_names
+from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.runs import open_fresh_run, open_run
 from robopolicy.training.configuration import FinetuneConfig
 from worldmodels.configuration import VideoConfig
@@ -142,3 +143,11 @@ def test_no_former_name_is_in_use_again():
         fields = set(kind.__dataclass_fields__)
         assert not fields & renamed(kind).keys(), kind
         assert set(renamed(kind).values()) <= fields, kind
+
+
+def test_code_that_reads_a_setting_by_its_former_name_works_with_a_note():
+    agent = IqlConfig(learning_rate=0.02)
+    with pytest.warns(DeprecationWarning, match=r"IqlConfig\.rate is now learning_rate"):
+        assert agent.rate == 0.02
+    with pytest.raises(AttributeError, match="no attribute 'speed'"):
+        agent.speed

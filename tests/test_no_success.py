@@ -6,6 +6,7 @@ import warnings
 import pytest
 
 from robopolicy.building.policies import load_policy
+from robopolicy.building.workers import Workers
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
@@ -131,7 +132,7 @@ def test_nobody_is_judged_by_a_success_that_is_not_said(home, capsys):
     assert "define success with world.options.success" in refused and "target_success" not in refused
     config = compose([f"world.name={POINT}", "world.options.reward=environment", f"run.root={home}/runs"])
     with pytest.raises(ConfigError, match="does not report which episodes succeed"):
-        score(config, config.world, {"first": load_policy(policies[0])}, "simulator")
+        score(config, config.world, {"first": load_policy(policies[0])}, "simulator", Workers(config, None))
 
 
 def test_success_that_is_given_is_measured(home, capsys):

@@ -50,7 +50,7 @@ def test_a_policy_is_distilled_and_judged_beside_its_teacher(root: Path, capsys)
     arguments = ["distill", str(teacher), *SMALL, f"run.root={root}"]
     assert main(arguments) == 0
     output = capsys.readouterr().out
-    assert "times as fast" in output and "student" in output and "reach_planar" in output
+    assert "x faster" in output and "student" in output and "reach_planar" in output
     folder = root / "distill" / "reach_planar" / "0"
     result = json.loads((folder / "result.json").read_text())
     assert load_policy(folder / "checkpoint").spec.scored_steps == 1

@@ -193,7 +193,7 @@ ROWS = {
         lambda f: f.drop("next.terminated", "next.success"),
         [],
         2,
-        ["no where the task ended (next.terminated)", "offline.reward=head:WORLDMODEL"],
+        ["records no task ends (next.terminated)", "offline.reward=head:WORLDMODEL"],
     ),
     "done and truncated instead of terminated": (done_and_truncated, [], 0, ["Action chunks for the critic: "]),
     "episodes of one step": (
@@ -227,7 +227,7 @@ ROWS = {
         swap,
         [],
         2,
-        ["Element 0 of 'action' is 'up' in", "but 'right' for the policy", "the same order"],
+        ["Element 0 of 'action' is 'up' in", "but 'right' for the policy", "in different order"],
     ),
     "columns that nobody knows": (
         lambda f: f.put("gripper.temperature", [20.0] * sum(LENGTHS), pa.float64()),

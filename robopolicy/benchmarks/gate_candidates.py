@@ -281,7 +281,7 @@ HONEST: dict[str, Candidate] = {
             "best of 16, drawn again": _best_of(),
             "best of 16, 150 steps": _best_of(steps=150),
             "best of 16, small steps": _best_of(learning_rate=3e-4),
-            "best of 32, 1000 steps": _best_of(candidates=32, decisions=4096, steps=1000),
+            "best of 32, 1000 steps": _best_of(candidates=32, observations=4096, steps=1000),
             "best of 4": _best_of(candidates=4),
             "best of 2": _best_of(candidates=2),
         },

@@ -23,7 +23,7 @@ RARE = {
     "DistillConfig": "teacher_chain_fraction",
     "TeachConfig": "teacher_fraction",
     "DenoisingPolicyConfig": "heads denoising_steps timestep_spacing clip noise_clip logp_clamp flow_noise_bounds"
-    " noisy_steps matching_samples prefix_decay",
+    " noisy_steps matching_samples",
     "EdmConfig": "sigma_data log_mean log_std sigma_min sigma_max order churn offset_noise",
     "JointConfig": "heads policy_fraction aggregate",
     "TokenConfig": "frequencies decode_steps heads feed_forward prompt lora_alpha",

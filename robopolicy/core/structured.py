@@ -5,6 +5,7 @@ import inspect
 import textwrap
 import types
 import typing
+import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
@@ -107,6 +108,17 @@ def renamed(kind: type) -> dict[str, str]:
     A dataclass defines them in a class variable RENAMED, for itself and its subclasses. Old names work for one release.
     """
     return _of_classes(kind, "RENAMED")
+
+
+class FormerNames:
+    """Base of settings that other people's code reads: attributes with former names work for one release."""
+
+    def __getattr__(self, name: str) -> Any:
+        names = renamed(type(self))
+        if name not in names:
+            raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
+        warnings.warn(f"{type(self).__name__}.{name} is now {names[name]}.", DeprecationWarning, stacklevel=2)
+        return getattr(self, names[name])
 
 
 def renamed_values(kind: type) -> dict[str, Mapping[str, str]]:

@@ -462,7 +462,8 @@ LONG = ("cql", "cal_ql", "edac", "rlpd")
 )
 def test_agents_exceed_what_they_imitate(name):
     data = lessons()
-    agent = begun(made(name, 1, 1, **{"width": 24, "depth": 2, "rate": 5e-3, "tau": 0.05, **LEARNING[name]}), data)
+    settings = {"width": 24, "depth": 2, "learning_rate": 5e-3, "tau": 0.05, **LEARNING[name]}
+    agent = begun(made(name, 1, 1, **settings), data)
     draws = generator(1)
     for _ in range(300):
         agent.update(data.draw(64, draws), draws)

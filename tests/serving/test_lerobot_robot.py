@@ -197,7 +197,7 @@ def failing(robot, after: int, how):
 def test_a_robot_that_stops_answering_is_disconnected(arm):
     forever, client = threading.Event(), Local(())
     robot = failing(arm(), 5, lambda good: forever.wait(30))
-    with pytest.raises(ServingError, match=r"did not show what it sees: no answer within 0\.2 s. It was stopped"):
+    with pytest.raises(ServingError, match=r"did not return an observation: no answer within 0\.2 s. It was stopped"):
         driven(attached(robot, client, robot_timeout=0.2), client)
     # What hangs may be a camera: a base is not left driving, what it grips is not let go.
     assert robot.commands[5:] == [{"x": 0.0, "y": 0.0, "z": 0.0, "gripper": robot.commands[4]["gripper"]}]
@@ -280,7 +280,7 @@ def test_a_server_that_goes_away_leaves_the_robot_where_it_is(arm):
         return good()
 
     with pytest.raises(ServingError, match="nobody listens"):
-        driven(attached(failing(robot, 10, gone), client), client, seconds=5.0, patience=0.3)
+        driven(attached(failing(robot, 10, gone), client), client, seconds=5.0, server_timeout=0.3)
     resting = {"x": 0.0, "y": 0.0, "z": 0.0, "gripper": robot.commands[9]["gripper"]}  # what it grips is not let go
     assert abs(resting["gripper"]) > 0.5
     assert robot.commands[10:].count(resting) == len(robot.commands) - 10 > 5  # told to stop included
@@ -292,7 +292,7 @@ def test_a_server_that_hangs_stops_the_robot_within_patience(arm):
     answer = client.infer
     client.infer = lambda message: silent.wait(20) if len(robot.commands) > 10 else answer(message)
     with pytest.raises(ServingError, match=r"not answered for more than 0\.5 s \(drive\.server_timeout\)"):
-        driven(attached(robot, client), client, seconds=5.0, patience=0.5)
+        driven(attached(robot, client), client, seconds=5.0, server_timeout=0.5)
     assert not robot.is_connected
     silent.set()
 

@@ -76,7 +76,7 @@ def test_an_error_inside_the_environment_is_told_and_leaves_the_world_usable(wor
 def test_notes_cross_the_border():
     world = make_gymnasium_world(POINT, 2, workers=1, success_key="solved")
     world.reset(seeds=[1, 2])
-    with pytest.warns(RobopolicyWarning, match="no 'solved'") as notes:
+    with pytest.warns(RobopolicyWarning, match="without 'solved'") as notes:
         world.step(np.zeros((2, 12, 2)))
     assert len(notes) == 1
     world.close()

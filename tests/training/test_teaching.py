@@ -122,7 +122,8 @@ def test_a_run_that_was_killed_in_any_round_ends_in_the_same_place(seeing: bool,
 
 
 def test_sizes_that_cannot_be_are_refused():
-    for wrong in ({"rounds": 0}, {"episodes": 0}, {"last_steps": 0}, {"teacher_fraction": 1.5}, {"batch_size": 0}):
+    sizes = "rounds", "episodes", "last_round_steps", "batch_size"
+    for wrong in ({"teacher_fraction": 1.5}, *({name: 0} for name in sizes)):
         with pytest.raises(ConfigError, match="at least 1"):
             TeachConfig(**wrong)
 

@@ -165,7 +165,7 @@ def test_models_and_replay_survive_a_resume(changes: dict, tmp_path):
     ("changes", "text"),
     [
         ({"algorithm": "dppo"}, "Gaussians"),
-        ({"algorithm": "grpo_guard"}, "means"),
+        ({"algorithm": "grpo_guard"}, "the mean of every denoising step"),
         ({"algorithm": "distillation"}, "teacher"),
         ({"advantage": "process_rloo"}, "rewards every step"),
         ({"advantage": "q_values"}, "action values"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from robopolicy.core import registry
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.pools import PoolSettings, WorkerDiedError, WorkerError, open_pool
 from robopolicy.core.registry import load_dotted
@@ -140,7 +141,8 @@ def test_workers_end_with_their_parent(tmp_path, end):
         time.sleep(0.05)
 
 
-def test_a_worker_imports_only_what_it_needs():
+def test_a_worker_imports_only_what_it_needs(monkeypatch):
+    monkeypatch.setattr(registry, "_plugins", {})  # of other tests
     with open_pool("local", PoolSettings(count=1)) as pool:
         [(_, loaded)] = pool.map(HERE + "heavy", [{}])
     assert loaded == []

@@ -39,9 +39,8 @@ class TrainSection(PretrainConfig):
     extra_datasets: tuple[Path, ...] = ()
     """Additional datasets of the same robot, such as corrections."""
     policy: Path | None = None
-    """Checkpoint of a robopolicy policy to continue training, with more steps or other data, as a run with another
-    name. Its network and normalisers are kept, and policy.* is ignored. For a LeRobot policy use policy.kind=lerobot
-    policy.path=FOLDER.
+    """Checkpoint of a robopolicy policy to continue training, with more steps or other data. Its network and
+    normalisers are kept, and policy.* is ignored. For a LeRobot policy use policy.kind=lerobot policy.path=FOLDER.
     """
     encoder: Path | None = None
     """World model whose latent the policy reads (for imagine)."""

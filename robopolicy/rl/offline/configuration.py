@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, NonNegative, Positive, Share
 from robopolicy.core.registry import Kinds
+from robopolicy.core.structured import FormerNames
 
 AGENTS = Kinds(
     "offline agent",
@@ -29,7 +30,7 @@ seed).
 
 
 @dataclass(frozen=True)
-class AgentConfig:
+class AgentConfig(FormerNames):
     """Settings common to all agents. Raises ConfigError unless discount is in (0, 1) and tau in (0, 1]."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"rate": "learning_rate"}

@@ -28,7 +28,7 @@ class Outcomes(OfflineAgent):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.critics = Critics(config.members, state, action, config.width, config.depth, config.layer_norm)
-        self.optimisers = {"critics": torch.optim.Adam(self.critics.parameters(), config.rate)}
+        self.optimisers = {"critics": torch.optim.Adam(self.critics.parameters(), config.learning_rate)}
         self.register_buffer("mean", torch.zeros(action))
 
     def fit_statistics(self, state):
