@@ -57,7 +57,7 @@ def run_name(config: Config) -> str:
 
 
 def run_path(config: Config, verb: str) -> Path:
-    """Return the results folder of `verb`: root/<verb>/<name>/<seed>. For datasets of graded quality the name is
+    """Return the results folder of `verb`: root/<verb>/<name>/<seed>. For datasets with a quality level the name is
     <name>-<quality>, unless run.name is set.
     """
     graded = verb == "collect" and config.collect.quality and not config.run.name

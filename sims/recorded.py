@@ -148,7 +148,7 @@ class DemonstratedWorld:
         return self._episodes.observation()
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing; no background work exists."""
 
     def _draw(self, count: int) -> np.ndarray:
         """Return new episode seeds [count]."""

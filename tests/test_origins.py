@@ -378,6 +378,6 @@ def test_a_dataset_of_no_known_world_is_its_own_world(push_t, tmp_path, capsys):
     capsys.readouterr()
     assert main(["doctor", str(foreign), f"run.root={tmp_path / 'doctor'}"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "unknown world not named" in text
+    assert "unknown world not given" in text
     assert "replayed" not in text
     assert main(["doctor", str(foreign), "world=push_cube", f"run.root={tmp_path / 'doctor'}"]) == 1

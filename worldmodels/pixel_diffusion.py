@@ -107,7 +107,8 @@ class PixelDenoiser(nn.Module):
         return functional.pixel_shuffle(output.float(), self.patch)
 
     def conditions(self, context: Tensor, actions: Tensor, pose: Tensor) -> dict[str, Tensor]:
-        """Return the conditions of all denoising steps: maps [N, M, grid, grid] and steering [N, S].
+        """Return the conditions of all denoising steps: maps [N, M, grid, grid], and vectors [N, S] that modulate the
+        group norms.
 
         context: pixels [N, K, 3, height, width]; actions: [N, K, A], the last one produces the new frame; pose: [N, P],
         in the last frame; both are standardised.
@@ -301,7 +302,7 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
         return next_latent, self.reader.imagined(frame, after, inputs, uncertainty)
 
     def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """See `ImageModel._judge`."""
+        """Implement `ImageModel._judge`."""
         return self._advance(latent, actions)[2:]
 
     def _advance(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

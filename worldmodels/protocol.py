@@ -244,7 +244,9 @@ class LearnedModel(WorldModel, Staged, Module, Protocol):
 
     @property
     def context(self) -> int:
-        """Number of context frames that `initial` uses, at least 1; it accepts fewer (one) and more."""
+        """Number of context frames that `initial` uses, at least 1; `initial` also accepts fewer (at least one) and
+        more.
+        """
         ...
 
     @classmethod

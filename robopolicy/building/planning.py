@@ -21,7 +21,7 @@ from worldmodels.protocol import Cacheable, DecoderFree, LearnedModel
 
 
 def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:
-    """Load a world model for imagination, with the block cache that `robopolicy optimize` stored beside it.
+    """Load a world model for imagination, with the block cache that `robopolicy optimize` stored next to it.
 
     A cache plan for other weights, or one that does not fit the model, is ignored with a warning; one measured on
     another device is used with a warning. Raises as `load_world_model` and `load_plan` do.

@@ -70,7 +70,7 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
 
 
 def data_instead(path: Path) -> str:
-    """Return a sentence where `path` holds recorded data and no checkpoint, "" for anything else."""
+    """Return an error sentence if `path` contains recorded data instead of a checkpoint, else ""."""
     if not path.exists() or (path / "config.json").is_file():
         return ""
     prefix = f"{path} contains recorded data, but a policy checkpoint is needed here."
@@ -128,7 +128,9 @@ def load_acting(
 
 
 def behind(model: WorldModel, policy: Policy) -> Policy:
-    """Return `policy`, which acts inside `model`, in its real-world form: behind the model's encoder if needed."""
+    """Return the form of `policy` that reads real observations: with the encoder of `model` in front if the policy
+    reads its latent.
+    """
     needs_encoder = isinstance(model, DecoderFree) and not isinstance(policy, BehindEncoder)
     return EncodedPolicy(policy, cast(DecoderFree, model)) if needs_encoder else policy
 

@@ -26,7 +26,7 @@ from robopolicy.core.world import Controller, World
 from robopolicy.evaluation.waves import Wave, play_wave
 
 Built = tuple[World, Policy | Controller, torch.device]
-"""What a builder returns: a world, the policy in the form that acts there, and the policy's device."""
+"""Result of a builder: a world, the policy in the form that acts there, and the policy's device."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Workers:
 
 @contextmanager
 def open_workers(config: Config) -> Generator[Workers]:
-    """Open the workers that `config.workers` asks for and end them afterwards, also after an error or Ctrl-C."""
+    """Open the workers set in `config.workers` and end them afterwards, also after an error or Ctrl-C."""
     section = config.workers
     if section.pool == "local" and section.count == 1:
         yield Workers(config, None)
@@ -88,7 +88,7 @@ def open_workers(config: Config) -> Generator[Workers]:
 
 
 _built: dict[str, Built] = {}
-"""What this worker has built last, by its job."""
+"""Objects that this worker built last, by job."""
 
 
 def play_batch(job: Mapping[str, Any], seeds: np.ndarray, noise_seed: int, deterministic: bool) -> dict[str, Any]:

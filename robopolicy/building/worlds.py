@@ -145,8 +145,8 @@ def _made_world(
 
 
 def _shown(section: WorldSection, policy: Policy | None, filmed: bool) -> dict[str, Any]:
-    """Return the cameras and image_size options of a world: the policy's cameras in the policy's sizes, plus the
-    section's cameras when there is no policy or they are filmed too.
+    """Return the cameras and image_size options of a world: the policy's cameras in its sizes, plus the section's
+    cameras if there is no policy or a video is recorded.
 
     Raises ConfigError when world.image_size is invalid or names an unknown camera; warns when the policy reads another
     size.

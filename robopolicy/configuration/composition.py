@@ -179,7 +179,7 @@ def _leave_out_other_kinds(
 
 
 def _defaults(section: str) -> Any:
-    """Return the plain defaults of a section; where something of several kinds is, only which kind."""
+    """Return the plain defaults of a section; of a subsection with several kinds, only the kind."""
     tree = {section: to_plain(getattr(Config(), section))}
     for path, kind in _tagged_sections():
         if path[0] == section:
@@ -275,7 +275,7 @@ def _named_world(name: str) -> str:
 
 
 def _type_at(path: tuple[str, ...]) -> Any:
-    """Return the type of the section at `path`; one that is no dataclass takes keys of the user's own (a mapping)."""
+    """Return the type of the section at `path`; a mapping instead of a dataclass accepts any keys."""
     kind: Any = Config
     for part in path:
         if not dataclasses.is_dataclass(kind):

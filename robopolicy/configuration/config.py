@@ -41,7 +41,7 @@ from robopolicy.policies.lerobot.configuration import LeRobotTuning
 
 @dataclass(frozen=True, init=False)
 class Config:
-    """Every section; a verb reads its own. What is not given is at its defaults, and built when it is first read."""
+    """All sections; a verb reads its own. A section that is not given has its defaults and is built on first access."""
 
     run: RunSection = field(default_factory=RunSection)
     world: WorldSection = field(default_factory=WorldSection)
@@ -87,12 +87,14 @@ class Config:
         vars(self).update(sections)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the section `name`, which was not given, at its defaults; AttributeError where there is none."""
+        """Return the section `name`, which was not given, with its defaults; AttributeError if there is no such
+        section.
+        """
         item = next((item for item in fields(Config) if item.name == name), None)
         if item is None or item.default_factory is MISSING:
             raise AttributeError(f"There is no section '{name}'.")
         return vars(self).setdefault(name, item.default_factory())
 
     def replaced(self, **sections: Any) -> "Config":
-        """Return this with other sections."""
+        """Return a copy with some sections replaced."""
         return Config(**{**vars(self), **sections})

@@ -49,8 +49,8 @@ RARE = {
 
 @dataclass(frozen=True)
 class Described:
-    """A section for the help page: its path, such as world.imagination, what it is about, a line a key (name, value and
-    what it means), and the keys that are seldom set.
+    """A section for the help page: its path, such as world.imagination, its summary, one line per key (name, value,
+    meaning), and the rarely used keys.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Former names of settings: where they are given, the current ones take their place, with a note.
+"""Former names of settings: replaced by the current names, with a note.
 
 The names are those that the sections' classes list (`core.structured.renamed`), and moved sections (`MOVED`). Saved
 files need none of this: `core.structured.from_plain` reads them under either name.
@@ -31,8 +31,8 @@ class FormerNames:
         self.notes: dict[str, None] = {}
 
     def present(self, overrides: Sequence[str], composed: Mapping[str, Any] | None = None) -> list[str]:
-        """Return `key=value` overrides under current names; those of a section's kind only once the settings are
-        `composed`, which tells the kind.
+        """Return `key=value` overrides under current names; settings of a section's kind are renamed only when the
+        settings are `composed`, because the kind is then known.
 
         Raises ConfigError when a setting is given under two names with different values.
         """

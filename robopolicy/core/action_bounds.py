@@ -55,7 +55,7 @@ class OutsideBounds:
         ]
         rest_text = f", and {len(worst) - LISTED} more" if len(worst) > LISTED else ""
         became = (
-            "they were clipped to them"
+            "they were clipped to these bounds"
             if self._clipped
             else "they were executed unclipped (set world.options.clip_actions=true to clip them)"
         )

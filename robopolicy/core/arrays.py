@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 else:  # settings are read, and help is shown, without numpy
     Array = Any
-"""A numpy array of any shape and element type; docstrings say its shape."""
+"""A numpy array of any shape and element type; docstrings give its shape."""
 
 
 def integers(tensor: "Tensor") -> list[int]:

@@ -438,7 +438,7 @@ def _require_alike(first: Episodes, other: Episodes) -> None:
     fields, other_fields = ({**each.observation_fields, "action": each.action_field} for each in (first, other))
     require_alike(
         {f"'{key}'": (field, other_fields[key]) for key, field in fields.items()},
-        ("in the first episodes", "in those to be concatenated with them"),
+        ("in the first episodes", "in the other episodes"),
         error=DataError,
         renamed=RENAME_DATA,
         converted=CONVERT_DATA,

@@ -1,4 +1,4 @@
-"""Optional per-decision columns of rollouts (`Extras`); every name is defined in this file only."""
+"""Optional columns of rollouts, one entry per policy call (`Extras`); every name is defined in this file only."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace

@@ -189,7 +189,7 @@ def store_for(images: Keeping) -> FrameStore | None:
 
 @dataclass(frozen=True)
 class Images:
-    """Images of n instants, and their indices per decision.
+    """Images of n instants, and their indices per policy call.
 
     frames: camera key -> [n, height, width, 3] uint8, plain or packed; seen: [B, T, H] int64, indices of the frames in
     a decision's observation, oldest first; after: [B, T, H] int64, 1 + the indices of the frames after a decision that
@@ -212,7 +212,7 @@ class Images:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of the images of one decision, (H, height, width, 3) by camera key."""
+        """Shape of the images of one policy call, (H, height, width, 3) by camera key."""
         return {key: (self.seen.shape[-1], *value.shape[1:]) for key, value in self.frames.items()}
 
     def only(self, keys: Collection[str]) -> "Images":
@@ -224,8 +224,8 @@ class Images:
         return {key: value[numbers] for key, value in self.frames.items()}
 
     def following(self, where: Tensor) -> dict[str, Tensor]:
-        """Return the images after the n decisions selected by `where` [B, T] bool, key -> [n, H, ...]; LookupError if
-        they are not stored.
+        """Return the images after the n action chunks selected by `where` [B, T] bool, key -> [n, H, ...]; LookupError
+        if they are not stored.
         """
         if self.after is None or bool((self.after[where] == 0).any()):
             raise LookupError("Next-observation images are stored only at the end of an episode or rollout.")
@@ -268,8 +268,8 @@ class Images:
 
     @staticmethod
     def join(parts: "list[Images]", pad: Callable[[Tensor], Tensor]) -> "Images":
-        """Concatenate along rows; pad: pads the indices [B, T, H] with zeros to equal length. Images after decisions
-        are kept only if all parts have them. Raises ValueError when the cameras differ.
+        """Concatenate along rows; pad: pads the indices [B, T, H] with zeros to equal length. Images after action
+        chunks are kept only if all parts have them. Raises ValueError when the cameras differ.
         """
         if len({tuple(sorted(part.frames)) for part in parts}) > 1:
             raise ValueError("Rollouts to be concatenated have different cameras.")

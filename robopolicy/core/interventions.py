@@ -90,7 +90,7 @@ def interventions_in_words(episodes: Episodes) -> str:
     kinds = {kind: int((episodes.segment == kind).sum()) for kind in Segment}
     return (
         f"Interventions: in {count} of {len(episodes)} episodes; {kinds[Segment.RECOVER]} steps recover, "
-        f"{kinds[Segment.CORRECT]} correct, {int(before.sum())} of the policy's own steps led to one"
+        f"{kinds[Segment.CORRECT]} correct, {int(before.sum())} of the policy's own steps led to an intervention"
     )
 
 

@@ -44,7 +44,7 @@ class Actor[Info](Protocol):
 
 @dataclass(frozen=True)
 class Decided:
-    """A policy's decision and the observation tensors [B, H, ...] that it was computed from."""
+    """A policy's `Decision` and the observation tensors [B, H, ...] that it was computed from."""
 
     seen: TensorObservation
     decision: Decision
@@ -77,7 +77,7 @@ class PolicyActor:
             self.generator.begin(seeds, rows)
 
     def choose(self, observation: Observation, rows: Array | None = None) -> tuple[Array, Decided]:
-        """Return the next chunk [B, C, A] float64 and the decision.
+        """Return the next chunk [B, C, A] float64 and the `Decision`.
 
         rows: rows that make a decision, [B] bool or indices; the noise of the others does not advance. None: all.
         Raises SpecError and NonFiniteError on an observation that does not match the spec, NonFiniteError on a
@@ -225,7 +225,7 @@ class Player[Info]:
             yield from self._decide()
 
     def _decide(self) -> Iterator[PlayedStep[Info]]:
-        """Make one decision and execute its chunk, stopping early when no row is running."""
+        """Call the policy once and execute its chunk, stopping early when no row is running."""
         actions, info = self.actor.choose(self.observation)
         parts = np.split(actions, actions.shape[1], axis=1) if self.stepwise else [actions]
         for place, part in enumerate(parts):

@@ -62,7 +62,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Scores:
-    """Differentiable log-probabilities and entropies [N, K] of recorded decisions.
+    """Differentiable log-probabilities and entropies [N, K] of recorded action chunks.
 
     extras: additional outputs by name, [N, ...] each or, if shared by all rows, [1, ...]; for example the mean [N, K,
     P, A] of Gaussian steps.
@@ -99,10 +99,10 @@ class Policy(Protocol):
 
 @runtime_checkable
 class ScoredPolicy(Policy, Protocol):
-    """A policy whose decisions have log-probabilities: sufficient for importance ratios and KL divergences."""
+    """A policy whose action chunks have log-probabilities: sufficient for importance ratios and KL divergences."""
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-        """Compute log-probabilities of recorded decisions, with gradients (`act` has none).
+        """Compute log-probabilities of recorded action chunks, with gradients (`act` has none).
 
         With unchanged parameters logp equals that of `act` to 1e-5.
 
@@ -158,7 +158,7 @@ class BecomesTrainable(Protocol):
 
 @runtime_checkable
 class Resumes(Protocol):
-    """A policy that can resume a partly generated decision, for tree search in denoising chains or token sequences."""
+    """A policy that can resume a partly generated action chunk, for trees in denoising chains or token sequences."""
 
     def resume(
         self, observation: TensorObservation, latents: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
@@ -267,7 +267,7 @@ class PlansInternally(Protocol):
 
 @runtime_checkable
 class RecordsMeans(Protocol):
-    """A policy with Gaussian steps that can store their means in its decisions.
+    """A policy with Gaussian steps that can store their means in each `Decision`.
 
     record_means: whether `Decision.latents` contains "mean" [B, K, P, A], the mean of every step at sampling time.
     """
@@ -294,11 +294,11 @@ class MatchesNoise(Protocol):
 
     @property
     def scored_by_matching(self) -> bool:
-        """See the class."""
+        """Whether log-probabilities are computed by matching; see the class."""
         ...
 
     def noisy_actions(self, latents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the actions of recorded decisions noised at each level, [N, K, P, A], and the times [N, K].
+        """Return the actions of recorded action chunks noised at each level, [N, K, P, A], and the times [N, K].
 
         Times are in [0, 1]: 0 is the (normalised) action itself, 1 is pure noise.
         """
@@ -314,13 +314,13 @@ class CachesCondition(Protocol):
 
     @property
     def caches_condition(self) -> bool:
-        """See the class."""
+        """Whether policy calls cache the encoded observation; see the class."""
         ...
 
 
 @runtime_checkable
 class EncodesObservation(CachesCondition, Protocol):
-    """A policy that can compute the features that its decisions would cache, if it `caches_condition`."""
+    """A policy that can compute the features that its policy calls would cache, if it `caches_condition`."""
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
         """Encode observations [N, H, ...] into features, name -> [N, ...]."""

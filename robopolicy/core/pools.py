@@ -37,7 +37,7 @@ POOLS = Registry(
     "robopolicy.pools",
     {"local": "robopolicy.workers.local:LocalPool"},
 )
-"""What workers.pool names: a class or function that takes `PoolSettings` and returns a `Pool`."""
+"""Registry for workers.pool: a class or function that takes `PoolSettings` and returns a `Pool`."""
 
 
 class WorkerError(RuntimeError):

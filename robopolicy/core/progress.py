@@ -1,4 +1,6 @@
-"""Progress bars for anything that takes longer than two seconds; the run's status says the same (`core/status.py`)."""
+"""Progress bars for anything that takes longer than two seconds; the run's status file reports the same progress
+(`core/status.py`).
+"""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -158,7 +158,7 @@ def integers(
 
 
 class EpisodeGenerator(torch.Generator):
-    """Random generator for the decisions of B rows; its numbers depend on the episodes that the rows are running.
+    """Random generator for the policy calls of B rows; its numbers depend on the episodes that the rows are running.
 
     A row's numbers are a pure function of `seed`, its episode's seed, the number of its decisions in the episode and
     the number of values drawn in this decision. They never depend on its index, its neighbours or the number of rows.
@@ -200,7 +200,8 @@ class EpisodeGenerator(torch.Generator):
 
     @contextmanager
     def decision(self, rows: Array | None = None) -> Generator[None]:
-        """Context of one decision: every row of `rows` (indices or [B] bool, None: all) advances to new random numbers.
+        """Context of one policy call: every row of `rows` (indices or [B] bool, None: all) advances to new random
+        numbers.
 
         A policy that draws with torch's own functions, from this generator or the global one, also gets per-row numbers
         if the first axis of the drawn tensor is that of rows, or another axis has their number. Warns once if a draw
@@ -247,8 +248,8 @@ class EpisodeGenerator(torch.Generator):
         return _arranged(_shifted(self._bits(keys, each), 1) % high, shape, axis)
 
     def shared_seed(self) -> int:
-        """Draw a seed in [0, 2**62) shared by all rows; it depends only on the noise seed and the index of the
-        decision.
+        """Draw a seed in [0, 2**62) shared by all rows; it depends only on the noise seed and the index of the policy
+        call.
         """
         return int(_shifted(self._bits(self._shared, 1), 2))
 

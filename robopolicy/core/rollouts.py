@@ -72,7 +72,7 @@ class Rollouts:
 
     @property
     def shown(self) -> dict[str, tuple[int, ...]]:
-        """Shape of one decision's observation by key, cameras included: (H, *field.shape)."""
+        """Shape of the observation of one policy call by key, cameras included: (H, *field.shape)."""
         vectors = {key: tuple(tensor_of(self.observation, key).shape[2:]) for key in self.observation}
         return vectors if self.images is None else {**vectors, **self.images.shapes}
 
@@ -83,17 +83,17 @@ class Rollouts:
 
     @property
     def duration(self) -> Tensor:
-        """[B, T]: number of executed control steps per decision; bootstrapping discounts by gamma ** duration."""
+        """[B, T]: number of executed control steps per action chunk; bootstrapping discounts by gamma ** duration."""
         return self.valid.sum(-1)
 
     @property
     def alive(self) -> Tensor:
-        """[B, T]: decisions with at least one executed control step."""
+        """[B, T]: action chunks with at least one executed control step."""
         return self.valid.any(-1)
 
     @property
     def played(self) -> Tensor:
-        """[B, T]: decisions made in this row rather than copied from an ancestor; only these are trained on."""
+        """[B, T]: action chunks computed in this row rather than copied from an ancestor; only these are trained on."""
         sampled_mask = self.mask.any(-1)
         return self.alive & (sampled_mask if self.extras.taught is None else sampled_mask | self.extras.taught)
 
@@ -104,7 +104,7 @@ class Rollouts:
 
     @property
     def reward(self) -> Tensor:
-        """[B, T]: sum of all reward terms over the valid steps of each decision, undiscounted."""
+        """[B, T]: sum of all reward terms over the valid steps of each action chunk, undiscounted."""
         return sum_of_rewards(self.rewards, self.valid)
 
     @property
@@ -139,7 +139,7 @@ class Rollouts:
         return Rollouts(**columns)
 
     def flat(self) -> "Rollouts":
-        """Merge rows and time: every [B, T, ...] becomes [B * T, 1, ...], so that decisions can be drawn as
+        """Merge rows and time: every [B, T, ...] becomes [B * T, 1, ...], so that action chunks can be drawn as
         minibatches.
         """
         rows = {name: getattr(self, name) for name in ROW_FIELDS if getattr(self, name) is not None}
@@ -194,7 +194,8 @@ class Rollouts:
 
 
 def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False, images: bool = False) -> dict[str, Tensor]:
-    """Return the critic's inputs at the n decisions `where` [B, T], or after them: key -> [n, ...]; `task` as index.
+    """Return the critic's inputs at the n action chunks `where` [B, T], or after them: key -> [n, ...]; `task` as
+    index.
 
     images: include camera images, which are by far the slowest to gather. Raises LookupError when requested images
     after a decision are not stored (see `Images`).
@@ -209,7 +210,8 @@ def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False, image
 
 
 def picker(where: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that selects the n decisions `where` [B, T] bool from tensors [B, T, ...], as rows [n, ...].
+    """Return a function that selects the n action chunks `where` [B, T] bool from tensors [B, T, ...], as rows [n,
+    ...].
 
     Selecting all decisions, as in minibatches of single decisions, returns a view and avoids a GPU synchronisation per
     tensor.
@@ -233,7 +235,7 @@ def sum_of_rewards(rewards: Mapping[str, Tensor], valid: Tensor) -> Tensor:
 
 
 def concatenate(parts: list[Rollouts], *, same_groups: bool = False) -> Rollouts:
-    """Concatenate rows of complete-episode rollouts, padding time with invalid decisions; rows are renumbered.
+    """Concatenate rows of complete-episode rollouts, padding time with invalid action chunks; rows are renumbered.
 
     same_groups: equal group numbers in several parts denote one shared group; otherwise the groups of each part stay
     separate, and later parts get larger numbers. Raises ValueError when a part has observations, latents, rewards,
@@ -277,7 +279,7 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _joined(values: list[Any], length: int, per_row: bool) -> Any:
-    """Concatenate one field of several parts, padded to `length` decisions unless it is `per_row`."""
+    """Concatenate one field of several parts, padded to `length` action chunks unless it is `per_row`."""
     first = values[0]
     if isinstance(first, Extras):
         values = [dict(value.items()) for value in values]
@@ -285,7 +287,7 @@ def _joined(values: list[Any], length: int, per_row: bool) -> Any:
     if is_mapping(first):
         differ = {key for value in values for key in set(value) ^ set(first)}
         if differ:
-            raise ValueError(f"Rollouts that are to be joined differ in {', '.join(sorted(differ))}.")
+            raise ValueError(f"Rollouts to be concatenated differ in {', '.join(sorted(differ))}.")
         return {key: _joined([value[key] for value in values], length, per_row) for key in first}
     if first is None or isinstance(first, bool):
         return first

@@ -22,10 +22,10 @@ _PACKAGES = ("robopolicy", "torch", "numpy", "mujoco", "diffusers", "gymnasium",
 
 
 class Follower(Protocol):
-    """Sees each line of metrics.jsonl as it is written, such as an experiment tracker; must not raise."""
+    """Receives each line of metrics.jsonl as it is written, such as an experiment tracker; must not raise."""
 
     def __call__(self, record: dict[str, Any]) -> None:
-        """See one line."""
+        """Receive one line."""
         ...
 
     def finish(self) -> None:
@@ -117,7 +117,7 @@ class Clock:
 
     def __init__(self, path: Path):
         self.path, self._began = path, time.perf_counter()
-        with reading(path, "Remove it: the run's clock then starts again"):
+        with reading(path, "Delete it: the run's elapsed time then restarts at 0"):
             self._before = float(read_object(path)["seconds"]) if path.exists() else 0.0
 
     @property

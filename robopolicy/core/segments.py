@@ -1,4 +1,4 @@
-"""Statistics of ragged segments of a flat axis: groups of episodes, episodes of decisions, subtrees.
+"""Statistics of ragged segments of a flat axis: groups of episodes, episodes of action chunks, subtrees.
 
 A segment is the set of all entries with the same key, at any position; group sizes may differ. Entries outside `mask`
 (or non-finite ones, for statistics of rewards) are ignored. Empty segments give `empty`.

@@ -74,7 +74,7 @@ class Field:
 
     @property
     def is_image(self) -> bool:
-        """Whether it is an image, whatever its key: uint8, height x width x 3."""
+        """Whether the field is an image, whatever its key: uint8, height x width x 3."""
         return self.dtype == "uint8" and len(self.shape) == 3 and self.shape[2] == 3
 
     def to_json(self) -> dict[str, Any]:
@@ -196,12 +196,14 @@ class PolicySpec:
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """Names of the cameras it reads."""
+        """Names of the cameras that the policy reads."""
         return cameras_of(self.observation)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Keys of the recorded columns that it reads: its observation, and the task if there is more than one."""
+        """Keys of the recorded columns that the policy reads: its observation, and the task if it has several
+        instructions.
+        """
         return (*self.observation, TASK) if len(self.instructions) > 1 else tuple(self.observation)
 
 

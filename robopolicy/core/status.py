@@ -26,7 +26,7 @@ KILLED = "killed"
 EVERY = 0.5
 """Seconds between two writes of the file, so that loops of short steps are not slowed down."""
 AT_ONCE = 0.1
-"""Seconds in which a resumed phase reports earlier progress, which says nothing about its speed."""
+"""Seconds in which a resumed phase reports earlier progress, which does not show its speed."""
 NOTES = 20
 """Maximum number of stored warnings; the newest are kept."""
 

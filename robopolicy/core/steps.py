@@ -16,7 +16,7 @@ from robopolicy.core.policy import DecidesFromNoise, Policy
 RELATIVE, ABSOLUTE = 1e-5, 1e-6
 """Tolerances for numbers computed from the same inputs, e.g. on two devices."""
 ACTIONS_COMPARED, SAME_ACTION = 16, 1e-2
-"""Number of stored decisions to compare, and tolerance: files may store fewer digits."""
+"""Number of stored action chunks to compare, and tolerance: files may store fewer digits."""
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ from robopolicy.core.registry import Kinds
 Structure = TypeVar("Structure")  # and no type parameters: the robot's side is for Python 3.10 too
 
 SINCE = "0.2.0"
-"""Version of ours in which the settings of `fixed` became constants."""
+"""Version of robopolicy in which the settings of `fixed` became constants."""
 
 REGISTRY = "registry"
 """Metadata key of a field that contains a name: import path of the `Registry` whose names the help lists."""

@@ -14,7 +14,7 @@ from robopolicy.core.spec import check_finite
 
 @dataclass(frozen=True)
 class Transitions:
-    """N steps, or N decisions of several steps each.
+    """N steps, or N action chunks of several steps each.
 
     state, next_state: [N, S], a `StateVector`; action: [N, A], in world units or an agent's; reward: [N]; terminated:
     [N] bool, the task ended with this step (a time limit or the end of an imagined rollout does not count; its next

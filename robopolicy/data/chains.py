@@ -1,4 +1,4 @@
-"""Denoising chains of recorded decisions, stored with the episodes.
+"""Denoising chains of recorded action chunks, stored with the episodes.
 
 They allow evaluating another policy by its likelihood of the same decisions (`evaluation.importance`). In a dataset
 they are columns of every step, zero where no decision starts. Axes: N step, D decision, K denoising step, P predicted
@@ -18,7 +18,7 @@ from robopolicy.core.policy import Decision
 from robopolicy.data.lerobot_reading import read_columns, read_information
 
 BEGINS = "chain.begins"
-"""Column, bool [N]: a decision starts at this step."""
+"""Column, bool [N]: an action chunk starts at this step."""
 CHAIN = "chain.latents"
 """Column of denoising chains, [N, (K+1) * P * A]."""
 DENSITY = "chain.log_density"
@@ -27,8 +27,8 @@ DENSITY = "chain.log_density"
 
 @dataclass(frozen=True)
 class Chains:
-    """Recorded denoising chains. step: [D] int64, index of the recorded step at which each decision starts, in temporal
-    order; chain: [D, K+1, P, A].
+    """Recorded denoising chains. step: [D] int64, index of the recorded step at which each action chunk starts, in
+    temporal order; chain: [D, K+1, P, A].
 
     log_density: [D, K], of every denoising step under the policy that acted; None until computed.
     """
@@ -56,8 +56,8 @@ class Chains:
 
 
 def chain_of(decision: Decision, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the chain [K+1, P, A] of one row of a decision and the mask [K] of sampled steps; ConfigError if it has no
-    chain.
+    """Return the chain [K+1, P, A] of one row of a `Decision` and the mask [K] of sampled steps; ConfigError if it has
+    no chain.
     """
     chain = decision.latents.get("chain")
     if chain is None or not bool(decision.mask[row].any()):

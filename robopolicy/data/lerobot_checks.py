@@ -79,8 +79,8 @@ def is_depth(feature: Mapping[str, Any]) -> bool:
 
 
 def kind_in_words(feature: Mapping[str, Any]) -> str:
-    """Describe the content of a column: "float32 [8]", "pictures [256, 256, 3]", "depth [48, 64, 1]"."""
-    kind = "depth" if is_depth(feature) else "pictures" if is_picture(feature) else feature["dtype"]
+    """Describe the content of a column: "float32 [8]", "images [256, 256, 3]", "depth [48, 64, 1]"."""
+    kind = "depth" if is_depth(feature) else "images" if is_picture(feature) else feature["dtype"]
     return f"{kind} {list(feature['shape'])}"
 
 

@@ -98,7 +98,7 @@ def write_dataset(
 def write_parts(
     parts: Iterable[Episodes], folder: Path, *, images: Literal["video", "png"], advance: Advance
 ) -> tuple[int, int]:
-    """Write episodes that come part by part to `folder` as one LeRobotDataset v3, replacing what is there; return the
+    """Write episodes that come part by part to `folder` as one LeRobotDataset v3, replacing an existing one; return the
     numbers of episodes and of steps.
 
     No more than one part is in memory, and of parts that lack it no picture after the last action is stored. advance:

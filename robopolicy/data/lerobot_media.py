@@ -1,4 +1,5 @@
-"""Images and videos of a LeRobotDataset v3: those that a dataset brings are opened with care, ours are written exactly.
+"""Images and videos of a LeRobotDataset v3: decoded with checks, because they may come from others, and written
+exactly.
 
 Files of unknown origin must not choose the decoder: PIL and FFmpeg support formats that start other programs
 (PostScript) or read other files (playlists), and a few kilobytes may decode to gigabytes. Therefore an image must be

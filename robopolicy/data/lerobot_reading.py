@@ -320,7 +320,7 @@ _SPARE_TASKS = 10_000
 _UNSIGNED = ("uint16", "uint32", "uint64")
 _NUMERIC = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", *_UNSIGNED, "bool")
 ACTOR, SEGMENT = "correction.actor", "correction.segment"
-"""Columns of who acted and of the kind of segment, encoded as in `core.interventions`."""
+"""Columns with the agent that acted and the kind of segment, encoded as in `core.interventions`."""
 INTERVENTIONS = ("intervention", "complementary_info.is_intervention")
 """LeRobot columns that are True when a human acted in place of the policy, in rollouts and in learners."""
 WHO_ACTED = (ACTOR, SEGMENT, *INTERVENTIONS)

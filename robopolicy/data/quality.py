@@ -345,14 +345,14 @@ class DisturbedController:
 
 
 class DisturbedPolicy:
-    """A policy whose action chunks are disturbed according to a schedule; its decisions have no log-probabilities."""
+    """A policy whose action chunks are disturbed according to a schedule; they have no log-probabilities."""
 
     def __init__(self, policy: Policy, disturbances: Disturbances):
         self._policy, self._disturbances = policy, disturbances
 
     @property
     def spec(self) -> PolicySpec:
-        """The policy's."""
+        """Spec of the policy."""
         return self._policy.spec
 
     def reset(self, rows: Rows = None) -> None:

@@ -63,7 +63,8 @@ def record_chains(
     generator: torch.Generator,
     kept: Kept | None = None,
 ) -> tuple[Episodes, Chains]:
-    """`record` the episodes of a denoising policy, with exploration noise, and the denoising chain of each decision.
+    """`record` the episodes of a denoising policy, with exploration noise, and the denoising chain of each action
+    chunk.
 
     Raises ConfigError when its decisions contain no chain or only randomly chosen steps are noisy, in addition to the
     errors of `record`.
@@ -114,7 +115,7 @@ def _play(
     teacher: Actor[Any] | None = None,
     kept: Kept | None = None,
 ) -> "_Takes":
-    """Run episodes as described in `record`; chains: store the chain of every decision; teacher: labels every step."""
+    """Run episodes as described in `record`; chains: store every denoising chain; teacher: labels every step."""
     spec = world.spec
     seeds = np.asarray(seeds, dtype=np.int64)
     target = len(seeds) if episodes is None else episodes
@@ -134,7 +135,7 @@ def _play(
     with progress(f"recording {spec.name}", target) as advance, _written(kept):
 
         def tell(ended: Iterable[Recording]) -> None:
-            """Show how many episodes more there are, and how many succeeded."""
+            """Show the number of finished episodes and of successes."""
             count = sum(item.success[-1] or not successes_only for item in ended)
             advance(count, f"{takes.successes}/{takes.finished} succeeded" if spec.reports_success else "")
 

@@ -63,7 +63,7 @@ def examine_data(episodes: Episodes, world: World | None, reads_text: bool | Non
     findings = [*check_finite_values(episodes), *(check_fields(episodes, world.spec) if world else ()), *images]
     findings += [*check_duplicates(episodes), *check_constant_elements(episodes)]
     if world is None:
-        text = "not named: a replay needs the world to check units, signs, order and timing of the recording"
+        text = "not given: a replay needs the world to check units, signs, order and timing of the recording"
         findings.append(Finding("world", Health.UNKNOWN, text, "Set it: world=NAME."))
         if not _fails(findings, "finite values"):
             findings += [*check_constant_actions(episodes.actions, episodes.action_field), *check_spikes(episodes)]

@@ -185,7 +185,7 @@ def _cycles(count: int) -> list[tuple[int, ...]]:
 
 
 def _reorder(order: tuple[int, ...]) -> Callable[[Motion], Motion]:
-    """Element i of the data holds element order[i] of the world."""
+    """Element i of the data contains element order[i] of the world."""
     return lambda motion: replace(motion, actions=motion.actions[..., np.argsort(order)])
 
 
@@ -232,7 +232,9 @@ def _early(steps: int) -> Callable[[Motion], Motion]:
 
 
 def _frames_early(steps: int) -> Callable[[Motion], Motion]:
-    """The frames before the action of step `steps` are then unknown."""
+    """Return the correction that moves every frame `steps` steps later; frames before the action of step `steps` become
+    unknown.
+    """
 
     def mend(motion: Motion) -> Motion:
         if motion.actions.shape[1] <= steps:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 MODES = ("deterministic", "stochastic")
 FEW = 100
-"""Number of episodes below which a success rate says little."""
+"""Number of episodes below which a success rate is uncertain."""
 ASSURED = "Other tasks, objects, cameras or initial states than those of the evaluation."
 
 
 def model_card(checkpoint: Path, repository: str, run: Path | None = None, films: Sequence[str] = ()) -> str:
-    """Return the card of a checkpoint: what it is, its success with intervals and the base beside it, how it was made,
-    and what was not measured.
+    """Return the card of a checkpoint: its kind, its success and the base's with intervals, its training, and what was
+    not measured.
 
     run: folder of the run with its result.json, None if unknown; films: names of videos in the repository. Raises
     CheckpointError or DataError when the files are damaged.
@@ -207,7 +207,7 @@ class _Run:
         place = f" Everything above was measured in `{plain.get('world', world)}`." if evaluations else ""
         lines = [f"A real robot.{place}"]
         if not evaluations:
-            return ["Success: this checkpoint was not evaluated. `robopolicy evaluate` does it.", *lines]
+            return ["Success: this checkpoint was not evaluated; evaluate it with `robopolicy evaluate`.", *lines]
         lines.append("Variation over training seeds: this is one run, and others may differ by several points.")
         if len(evaluations) < 2:
             lines.append("The difference to a base policy on the same episodes.")
@@ -259,11 +259,11 @@ def _tag(name: str) -> str:
 
 
 def _without_home(text: str) -> str:
-    """Return a text without the path of the user's home folder, which a repository need not tell."""
+    """Remove the path of the user's home folder from a text that is published."""
     home = str(Path.home())
     return text.replace(home, "~") if len(home) > 1 else text
 
 
 def _tidy(text: str) -> str:
-    """Return Markdown without the runs of empty lines that a template leaves."""
+    """Collapse the empty lines that a template leaves in Markdown."""
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

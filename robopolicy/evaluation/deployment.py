@@ -35,7 +35,7 @@ from robopolicy.evaluation.intervals import wilson_bound
 from robopolicy.evaluation.waves import play_wave
 
 SHARES = np.linspace(0.0, 1.0, 101)
-"""Candidate shares of the tuned policy."""
+"""Candidate probabilities of the tuned policy."""
 
 Coin = Literal["step", "episode"]
 """Interval at which the acting policy is drawn: at every policy call (StepMix), or once per episode (EpsMix)."""
@@ -105,7 +105,7 @@ class MixedPolicy:
 
 @dataclass
 class Deployment:
-    """Chooses the largest safe share of the tuned policy from the episodes so far.
+    """Chooses the largest safe probability (`share`) of the tuned policy from the episodes so far.
 
     floor: lower bound of success to keep; confidence: of the one-sided bound. Outcomes are added in batches of n
     episodes: see `tell`.
@@ -174,7 +174,7 @@ class Deployed:
 
     @property
     def margin(self) -> float:
-        """Return the largest number of standard errors by which running success fell below the floor; below 0 if it
+        """Return the largest number of standard errors by which running success fell below the minimum; below 0 if it
         never did.
 
         Counted from the twentieth episode on, because few episodes are not informative; NaN for fewer.

@@ -232,8 +232,8 @@ def _reason(found: Judgement) -> str:
         return found.text
     if not found.credible and found.low > found.margin:
         return (
-            f"{found.text}: not credible, a mean of {found.candidate:.3g}, but the data makes at most "
-            f"{found.ceiling:.3g} credible"
+            f"{found.text}: not credible: the mean is {found.candidate:.3g}, but the recorded data supports at most "
+            f"{found.ceiling:.3g}"
         )
     if found.margin and found.low > 0:
         return f"{found.text}: better, but by less than the margin of {found.margin:.3g}"

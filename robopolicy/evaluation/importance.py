@@ -43,8 +43,8 @@ class Estimate:
 def importance_estimate(
     log_ratio: Array, reward: Array, *, per_decision: bool = True, normalised: bool = True, clip: float | None = None
 ) -> Estimate:
-    """Estimate a policy's value from log-ratios and rewards [E, T] of each logged decision; zeros after the end of an
-    episode.
+    """Estimate a policy's value from log-ratios and rewards [E, T] of each logged action chunk; zeros after the end of
+    an episode.
 
     per_decision: weight a reward by the decisions before it only, not by the complete episode; normalised: divide
     weights by their mean over episodes, which is biased but has much lower variance; clip: largest weight. If
@@ -110,7 +110,7 @@ def with_densities(policy: Policy, episodes: Episodes, chains: Chains) -> Chains
 
 
 class ImportanceJudge:
-    """Evaluator that weights logged episodes by the likelihood of their decisions under a policy with exploration
+    """Evaluator that weights logged episodes by the likelihood of their action chunks under a policy with exploration
     noise.
 
     chains: for all decisions of `episodes`; by: "success" or "return", undiscounted; clip: largest weight; least:
@@ -193,14 +193,14 @@ def outcome(episodes: Episodes, by: str) -> Tensor:
 
 
 def _by_decision(episodes: Episodes, step: Tensor, reward: Tensor) -> Tensor:
-    """Return the sum of rewards [N] during each decision, as a table [E, T]; `step` [D] is the first step of each."""
+    """Return the sum of rewards [N] during each action chunk, as a table [E, T]; `step`: first steps [D]."""
     place = torch.searchsorted(step, torch.arange(len(reward), device=step.device), right=True) - 1
     sums = torch.zeros(len(step), dtype=torch.float64, device=step.device).index_add(0, place, reward.double())
     return _table(episodes, step, sums)
 
 
 def _table(episodes: Episodes, step: Tensor, values: Tensor) -> Tensor:
-    """Return the values [D] of decisions by episode and time, [E, T], zeros after the last one."""
+    """Return the values [D] of action chunks by episode and time, [E, T], zeros after the last one."""
     episode = episodes.episode_of_step[step]
     count = torch.bincount(episode, minlength=len(episodes))
     place = torch.arange(len(step), device=step.device) - (count.cumsum(0) - count)[episode]

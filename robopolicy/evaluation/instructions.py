@@ -43,7 +43,7 @@ class OtherInstruction:
 
     @property
     def spec(self) -> PolicySpec:
-        """The policy's."""
+        """Spec of the policy."""
         return self.policy.spec
 
     def act(

@@ -74,7 +74,7 @@ class ModelReturn:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Input of evaluators on recorded data: decisions, their critic interface, and the initial states to evaluate.
+    """Input of evaluators on recorded data: action chunks, their critic interface, and the initial states to evaluate.
 
     bounds: the lowest and highest value that rewards allow; starts: [S] int64, first frames of episodes; ceiling: the
     highest credible mean value from the initial states (`highest_credible`), None for no limit.
@@ -186,7 +186,7 @@ class ActionValues(Protocol):
     """A critic: every member's Q [M, N] of states [N, S] and flat action chunks [N, C * A]."""
 
     def action_values(self, state: Tensor, action: Tensor) -> Tensor:
-        """See the class."""
+        """Return every member's Q [M, N]; see the class."""
         ...
 
 

@@ -141,7 +141,8 @@ def loss_curves(records: Sequence[Mapping], x: str = "step") -> str:
 
 
 def deployments(found: Mapping[str, Mapping[str, Any]], floor: float) -> str:
-    """Plot running success of deployments by name against episodes, the floor, and faintly the share of the new policy.
+    """Plot running success of deployments by name against episodes, the minimum, and faintly the probability of the new
+    policy.
 
     found: "running" and "shares" [E] of each deployment.
     """
@@ -151,7 +152,9 @@ def deployments(found: Mapping[str, Mapping[str, Any]], floor: float) -> str:
             episodes = range(20, len(each["running"]) + 1)  # the first few say nothing
             axes.plot(episodes, each["running"][19:], color=colour, label=f"{name}: success so far")
             if name == "mixed":
-                axes.plot(episodes, each["shares"][19:], color=MUTED, linewidth=1, label="share of the new policy")
+                axes.plot(
+                    episodes, each["shares"][19:], color=MUTED, linewidth=1, label=("probability of the new policy")
+                )
         axes.axhline(floor, color=BASE, linestyle="--", linewidth=1, label="floor")
         axes.set(xlabel="episodes", ylim=(0, 1))
         axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)

@@ -193,7 +193,10 @@ def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
     report.cards.append(
         Card("chosen", chosen_method, f"{ways[chosen_method]['times_as_fast']:.1f}x faster than the reference")
     )
-    caption = "Minimum of several interleaved measurements, and the error of the actions; the chosen method is filled."
+    caption = (
+        "Minimum of several interleaved measurements, and the error of the actions; the filled marker is the chosen "
+        "method."
+    )
     report.sections.append(Section("Time and error", caption, svg=plots.ways_of_deciding(ways, chosen_method)))
     caption = " ".join(
         ["* marks the chosen method.", *(f"{name} was excluded: {reason}." for name, reason in left_out.items())]
@@ -247,10 +250,10 @@ def _add_deployment(report: Report, deployed: Mapping[str, Mapping[str, Any]]) -
     """Add running success while a new policy took over."""
     floor = next(iter(deployed.values()))["floor"]
     for name, metrics in deployed.items():
-        note = f"final share of the new policy {metrics['share_at_last']:.0%}"
+        note = f"final probability of the new policy {metrics['share_at_last']:.0%}"
         report.cards.append(Card(f"{name}: success", f"{metrics['success_rate']:.1%}", note))
     report.cards.append(Card("floor", f"{floor:.1%}"))
-    caption = "Mixed: the new policy acts with a probability that keeps the lower bound of success above the floor."
+    caption = "Mixed: the new policy acts with a probability that keeps the lower bound of success above the minimum."
     report.sections.append(Section("Running success", caption, svg=plots.deployments(deployed, floor)))
 
 
@@ -301,15 +304,15 @@ def _add_pipeline(report: Report, result: Mapping[str, Any]) -> None:
         caption = "The deterministic policy after each stage, on the same seeds, with Wilson 95 % intervals."
         report.sections.append(Section("Success by stage", caption, svg=plots.success_bars(rates)))
     caption = (
-        "World steps are those collected for training or recording; evaluation steps are not included and select "
-        "nothing."
+        "World steps are those collected for training or recording. Steps of evaluations are not included; "
+        "evaluations do not select policies."
     )
     report.sections.append(Section("Stages", caption, header=STAGES, rows=stage_rows(stages)))
     report.details["folders"] = "\n".join(f"{name}: {place}" for name, place in result["folders"].items())
 
 
 def _add_improvement(report: Report, improvement: Mapping[str, Any], address: Callable[[Path], str]) -> None:
-    """Add the policy that `improve` chose, the costs of its stages, and what its measurements cannot show."""
+    """Add the policy that `improve` chose, the costs of its stages, and the limits of its measurements."""
     policy_name = "the improved policy" if improvement["improved"] else "the base policy"
     rows = [["checkpoint", improvement["policy"]], ["command that serves it", improvement["serve"]]]
     choice = Section(f"Chosen: {policy_name}", improvement["reason"], header=("", ""), rows=rows)
@@ -344,7 +347,7 @@ def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate
     if any("deterministic_real_success" in record for record in tuning):
         caption = (
             "Same initial states in the simulator and the world model, Wilson 95 % intervals. Real episodes were "
-            "not used for training, but selected the best policy (unless keep=imagined)."
+            "not used for training, but selected the best policy (unless imagine.select_by=imagined)."
         )
         report.sections.append(Section("Imagined and real success", caption, svg=plots.imagined_and_real(tuning)))
     elif tuning:

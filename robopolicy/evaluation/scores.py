@@ -82,8 +82,8 @@ class Anchors:
             return self
         raise DataError(
             f"In '{self.world}' the expert's return is {self.expert.text}, that of uniform random actions "
-            f"{self.random.text}: such a return does not rank policies, and rewards delaying success. This happens "
-            "when every step is rewarded and success ends the episode. Reward progress "
+            f"{self.random.text}: returns do not rank policies here, and a later success can have a higher return. "
+            "This happens when every step is rewarded and success ends the episode. Reward progress "
             "(world.options.reward=increase), or do not end episodes at success "
             "(world.options.terminate_on_success=false)."
         )
@@ -147,7 +147,9 @@ def normalised_score(result: EvaluationResult | Performance, anchors: Anchors) -
 
 
 def read_anchors(folder: Path) -> Anchors:
-    """Return the anchors stored in a dataset of graded quality; raises DataError when there are none."""
+    """Return the anchors (reference scores) stored in a dataset with a quality level; raises DataError when there are
+    none.
+    """
     return Anchors.from_json(read_quality(folder)["anchors"], folder)
 
 

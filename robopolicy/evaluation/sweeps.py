@@ -174,7 +174,7 @@ RUN_HEADER = ("setting", "seed", "state", "value", "folder")
 
 
 def failures(runs: Sequence[SweptRun]) -> list[list[str]]:
-    """Return a row per failed run: which it is, and why it failed."""
+    """Return a row per failed run: its setting and seed, and the reason of the failure."""
     failed = [run for run in runs if run.reason]
     return [[f"{run.setting}, seed {run.seed}" if run.setting else f"seed {run.seed}", run.reason] for run in failed]
 

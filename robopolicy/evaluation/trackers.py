@@ -38,7 +38,7 @@ IDENTITY = "tracker.json"
 PATIENCE, MOST_WAITING = 60.0, 10_000
 """Seconds to wait for a tracker at the start and at the end, and maximum length of its queue."""
 FRAMES, WIDTH = 100, 480
-"""Most frames, and pixels of width, of a video that TensorBoard shows as an animated image."""
+"""Maximum number of frames, and width in pixels, of a video that TensorBoard shows as an animated image."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def identifier_in(folder: Path) -> str:
 
 
 class Tracker(Protocol):
-    """Receives metrics and media; may raise anything, which switches it off."""
+    """Receives metrics and media; any exception disables it."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics by name at a step. Steps of a metric restart at 0 if a run trains twice."""
@@ -209,14 +209,14 @@ class TensorBoard:
                 writer.add_summary(summary)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Tracker`."""
+        """Implement `Tracker.log`."""
         self._step = step
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def media(self, name: str, path: Path) -> None:
-        """See `Tracker`; a video becomes an animated GIF, which needs no further package."""
+        """Implement `Tracker.media`; a video becomes an animated GIF, which needs no further package."""
         from tensorboard.compat.proto import summary_pb2
 
         summaries: Any = summary_pb2  # its classes are made at run time
@@ -227,7 +227,7 @@ class TensorBoard:
         writer.add_summary(summaries.Summary(value=[summaries.Summary.Value(tag=name, image=image)]), self._step)
 
     def finish(self) -> None:
-        """See `Tracker`."""
+        """Implement `Tracker.finish`."""
         self._writer.close()
 
 
@@ -250,7 +250,7 @@ class WandB:
         self._axes: set[str] = set()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Tracker`; every counter (iteration, step) is an axis of its own."""
+        """Implement `Tracker.log`; every counter (iteration, step) is an axis of its own."""
         axis = next(iter(metrics), "run/").partition("/")[0]
         if axis not in self._axes:
             self._axes.add(axis)
@@ -258,12 +258,12 @@ class WandB:
         self._run.log({**metrics, axis: step})
 
     def media(self, name: str, path: Path) -> None:
-        """See `Tracker`."""
+        """Implement `Tracker.media`."""
         item = self._wandb.Video(str(path)) if path.suffix == ".mp4" else self._wandb.Image(str(path))
         self._run.log({name: item})
 
     def finish(self) -> None:
-        """See `Tracker`."""
+        """Implement `Tracker.finish`."""
         self._run.finish()
 
 
@@ -281,16 +281,16 @@ class Trackio:
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Tracker`."""
+        """Implement `Tracker.log`."""
         self._run.log(dict(metrics), step=step)
 
     def media(self, name: str, path: Path) -> None:
-        """See `Tracker`."""
+        """Implement `Tracker.media`."""
         item = self._trackio.Video(str(path)) if path.suffix == ".mp4" else self._trackio.Image(str(path))
         self._run.log({name: item})
 
     def finish(self) -> None:
-        """See `Tracker`."""
+        """Implement `Tracker.finish`."""
         self._run.finish()
 
 

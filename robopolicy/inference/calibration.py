@@ -59,7 +59,7 @@ class Recorder:
             self.blocks, self.features = blocks, [[] for _ in blocks]
 
     def begin(self) -> "Recorder":
-        """Return itself: base and network share one record."""
+        """Return this object: base and network share one record."""
         return self
 
     def at(self, step: int) -> Blocks:

@@ -1,4 +1,4 @@
-"""Compare two inference methods: time per decision and difference between actions."""
+"""Compare two inference methods: time per policy call and difference between actions."""
 
 import time
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ EXACT = 1e-4
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per decision, [rounds]."""
+    """Seconds per policy call, [rounds]."""
 
     seconds: Array
 
@@ -45,7 +45,8 @@ class Timing:
 def timed(
     policies: Mapping[str, Policy], seen: TensorObservation, rounds: int, *, deterministic: bool = True
 ) -> dict[str, Timing]:
-    """Measure decision times at an observation `seen` [B, H, ...], by policy; the first decision of each is excluded.
+    """Measure the times of policy calls at an observation `seen` [B, H, ...], by policy; the first call of each is
+    excluded.
 
     The first one may include compilation. Policies alternate, so that other load on the machine affects all of them.
     """

@@ -1,4 +1,4 @@
-"""Compiled engine: the lean engine compiled by torch.compile; on a GPU each decision is one CUDA graph.
+"""Compiled engine: the lean engine compiled by torch.compile; on a GPU each policy call is one CUDA graph.
 
 The compiled program covers everything from encoded observation and noise to clean latents, unrolled over the K steps;
 for long chains only the network, whose code serves every step. Programs are specific to the number of rows: other

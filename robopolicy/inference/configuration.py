@@ -55,5 +55,5 @@ class InferenceConfig:
 
     @property
     def exact(self) -> bool:
-        """Whether decisions equal those of the reference, up to rounding."""
+        """Whether actions equal those of the reference, up to rounding."""
         return not self.sampler and self.precision == "fp32"

@@ -1,4 +1,4 @@
-"""Inference engines: compute the decisions of a trained policy.
+"""Inference engines: compute the actions of a trained policy.
 
 An engine takes a policy and returns an equivalent faster one, or an approximation if requested. The result only acts:
 log-probabilities, gradients and checkpoints remain with the original policy.
@@ -36,10 +36,10 @@ support the policy.
 
 @runtime_checkable
 class CompilesForRows(Policy, Protocol):
-    """A policy whose first decision for a number of rows is slow because of compilation."""
+    """A policy whose first call with a number of rows is slow because of compilation."""
 
     def sizes(self, most: int) -> tuple[int, ...]:
-        """Return the numbers of rows that are compiled for when at most `most` rows decide together."""
+        """Return the numbers of rows that are compiled for when a policy call has at most `most` rows."""
         ...
 
 

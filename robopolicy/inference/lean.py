@@ -1,4 +1,4 @@
-"""Lean engine: the reference's decisions, to 1e-5, without computations that only training needs.
+"""Lean engine: the reference's actions, to 1e-5, without computations that only training needs.
 
 Time embeddings are computed once for a checkpoint, the observation's part of the network once for a decision, and a
 step's schedule is a few numbers (`samplers`). Nothing is scored, recorded or checked between noise and action; what
@@ -144,12 +144,12 @@ class LeanDenoising:
     def predict(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Tensor:
-        """Return all P steps that a decision predicts, [B, P, A] in the world's units and bounds; see `act`."""
+        """Return all P steps that a policy call predicts, [B, P, A] in the world's units and bounds; see `act`."""
         latents = self._latents(observation, generator, deterministic)
         return self.policy.to_predictions(latents[:, self.policy.part.first :])
 
     def _latents(self, observation: TensorObservation, generator: torch.Generator, deterministic: bool) -> Tensor:
-        """Return the clean latents [B, P, A] of a decision."""
+        """Return the clean latents [B, P, A] of a policy call."""
         policy, noise_free = self.policy, deterministic or self.policy.scored_by_matching
         condition, before = self._conditions(observation)
         if noise_free:  # what `draw` draws for it
@@ -487,7 +487,7 @@ class LeanTokens:
         return Decision(policy.say(prompt, generator, deterministic=deterministic).actions)
 
     def _reading(self, texts: list[str], device: torch.device) -> Reading:
-        """Return the cached instructions of N rows, to be extended in one decision."""
+        """Return the cached instructions of N rows, to be extended in one policy call."""
         distinct = tuple(sorted(set(texts)))
         if distinct not in self._readings:
             if len(self._readings) >= READINGS:

@@ -35,7 +35,7 @@ SAMPLERS = Registry(
         "heun": "robopolicy.inference.samplers:heun",
     },
 )
-"""Registry of samplers besides a policy's own: functions (schedule, steps) -> `Sampler`."""
+"""Registry of samplers other than a policy's own: functions (schedule, steps) -> `Sampler`."""
 
 Weights = tuple[tuple[int, float], ...]
 """(index of an earlier step, its weight), for non-zero weights."""
@@ -43,7 +43,7 @@ Weights = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class SamplerStep:
-    """One network call and the update after it; names are those of the formula above.
+    """One network call and the update after it; names are those of the formula in the module's docstring.
 
     time: time input of the network in (0, 1], 1 is noise; latents: u; cleans: w.
     """

@@ -68,7 +68,7 @@ class Normalizer(nn.Module):
 
 @runtime_checkable
 class ShowsNormalizers(Protocol):
-    """A policy that shows what it was fitted on, or a network that is to be fitted on data before training."""
+    """A policy or network that exposes its normalisers: fitted ones, or ones to be fitted on data before training."""
 
     def normalizers(self) -> Mapping[str, Normalizer]:
         """Return the normalisers by observation key; a policy's normaliser of actions is under the key `ACTION`."""

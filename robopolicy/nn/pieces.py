@@ -41,7 +41,7 @@ def in_pieces(rows: int) -> Iterator[None]:
 
 @contextmanager
 def in_minibatches(rows: int) -> Iterator[None]:
-    """Limit gradient-free computations over all decisions to the minibatch size of training, `rows` rows."""
+    """Limit gradient-free computations over all action chunks to the minibatch size of training, `rows` rows."""
     with _set(_minibatch, rows):
         yield
 
@@ -100,7 +100,7 @@ def scores_of(policy: ScoredPolicy, observation: TensorObservation, latents: Map
     scores: list[Scores] = [recomputed(policy.log_prob, take(observation, part), take(latents, part)) for part in parts]
 
     def joined(name: str) -> Tensor:
-        """Concatenate an extra, which rows may share."""
+        """Concatenate an extra column of several micro-batches, which all rows may share."""
         return torch.cat([each.extras[name].expand(len(each.logp), *each.extras[name].shape[1:]) for each in scores])
 
     extras = {name: joined(name) for name in scores[0].extras}

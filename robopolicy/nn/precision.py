@@ -85,7 +85,8 @@ def learning_in(precision: LearningPrecision) -> Iterator[None]:
 
 
 def tolerance_in(precision: LearningPrecision, tolerance: float, categorical: bool = False) -> float:
-    """Return the tolerance for recomputed log-probabilities of fresh decisions, given the fp32 tolerance `tolerance`.
+    """Return the tolerance for recomputed log-probabilities of fresh action chunks, given the fp32 tolerance
+    `tolerance`.
 
     categorical: for tokens, at least 1e-4. A Gaussian step is recomputed from the prediction it was drawn with. A
     token's log-probability is a difference of logits, each with the rounding of a full transformer at another batch

@@ -1,4 +1,5 @@
-"""Our plugins for LeRobot: its commands run our checkpoints (type `robopolicy`) and our worlds (the same type of env).
+"""Plugins for LeRobot: its commands run robopolicy's checkpoints (`--policy.type=robopolicy`) and worlds
+(`--env.type=robopolicy`).
 
 LeRobot finds classes by the names of modules: `configuration_robopolicy` -> `modeling_robopolicy`,
 `processor_robopolicy`. It imports whatever installed distribution is called lerobot_policy_* or lerobot_env_*: the two

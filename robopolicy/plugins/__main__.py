@@ -1,4 +1,6 @@
-"""`python -m robopolicy.plugins CHECKPOINT FOLDER`: a checkpoint of ours as a folder for LeRobot's --policy.path."""
+"""`python -m robopolicy.plugins CHECKPOINT FOLDER`: export a robopolicy checkpoint as a folder for LeRobot's
+--policy.path.
+"""
 
 import sys
 from pathlib import Path
@@ -7,7 +9,7 @@ from robopolicy.core.errors import ConfigError, RobopolicyError
 
 
 def export(checkpoint: Path, folder: Path) -> None:
-    """Write `checkpoint` of ours, LeRobot's config.json and processors to `folder`.
+    """Write a robopolicy `checkpoint`, with LeRobot's config.json and processors, to `folder`.
 
     Raises CheckpointError where the checkpoint cannot be loaded, ConfigError where the folder holds something.
     """
@@ -23,7 +25,7 @@ def export(checkpoint: Path, folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Export, and return the exit status: 2 for an error that the user can mend."""
+    """Export, and return the exit status: 2 for an error that the user can fix."""
     if len(arguments) != 2:
         print(__doc__, file=sys.stderr)
         return 2

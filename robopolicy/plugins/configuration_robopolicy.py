@@ -1,4 +1,4 @@
-"""`--policy.type=robopolicy`: which checkpoint of ours LeRobot runs."""
+"""`--policy.type=robopolicy`: configuration of a robopolicy checkpoint in LeRobot."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from robopolicy.core.errors import ConfigError
 @PreTrainedConfig.register_subclass("robopolicy")
 @dataclass
 class RobopolicyConfig(PreTrainedConfig):
-    """A checkpoint of ours as a policy of LeRobot's; its features are read off the checkpoint.
+    """A robopolicy checkpoint as a LeRobot policy; its features come from the checkpoint.
 
     checkpoint: the folder that `robopolicy train` or `finetune` wrote, None in a folder that was exported, which holds
     it; deterministic: act without exploration noise; seed: of the policy's noise.
@@ -24,29 +24,29 @@ class RobopolicyConfig(PreTrainedConfig):
 
     @property
     def observation_delta_indices(self) -> None:
-        """None: the policy remembers its history itself."""
+        """None: the policy stores its own history."""
         return
 
     @property
     def action_delta_indices(self) -> None:
-        """None: LeRobot trains nothing here."""
+        """None: LeRobot does not train this policy."""
         return
 
     @property
     def reward_delta_indices(self) -> None:
-        """None: LeRobot trains nothing here."""
+        """None: LeRobot does not train this policy."""
         return
 
     def get_optimizer_preset(self) -> OptimizerConfig:
-        """Raise ConfigError: our checkpoints are trained by our own trainer."""
+        """Raise ConfigError: robopolicy's checkpoints are trained by robopolicy only."""
         raise not_trained_here()
 
     def get_scheduler_preset(self) -> LRSchedulerConfig | None:
-        """Raise ConfigError: our checkpoints are trained by our own trainer."""
+        """Raise ConfigError: robopolicy's checkpoints are trained by robopolicy only."""
         raise not_trained_here()
 
     def validate_features(self) -> None:
-        """Raise ConfigError where no checkpoint is named."""
+        """Raise ConfigError if no checkpoint is given."""
         if self.checkpoint is None:
             raise ConfigError(
                 "No checkpoint is given: set --policy.checkpoint=runs/finetune/push_t/0/checkpoint, or "

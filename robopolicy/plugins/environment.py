@@ -1,4 +1,4 @@
-"""`--env.type=robopolicy`: our worlds as LeRobot's environments."""
+"""`--env.type=robopolicy`: robopolicy's worlds as LeRobot environments."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from robopolicy.plugins.vector_environment import WorldVectorEnvironment, raw_ke
 @EnvConfig.register_subclass("robopolicy")
 @dataclass
 class RobopolicyEnv(EnvConfig):
-    """A world of ours in LeRobot; all rows of a batch are simulated side by side, in threads of this process.
+    """A robopolicy world in LeRobot; all rows of a batch are simulated in parallel, in threads of this process.
 
     task: any name that world.name takes; cameras, image_size: what observations show (see `core.spec.image_sizes`);
     model: the checkpoint of a world model, for task=worldmodel; options: whatever else the world takes, as
@@ -46,13 +46,13 @@ class RobopolicyEnv(EnvConfig):
 
     @property
     def gym_kwargs(self) -> dict[str, Any]:
-        """Nothing: our worlds are not made by gymnasium."""
+        """Empty: gymnasium does not create robopolicy's worlds."""
         return {}
 
     def create_envs(
         self, n_envs: int, use_async_envs: bool = False
     ) -> dict[str, dict[int, gymnasium.vector.VectorEnv]]:
-        """Return {"robopolicy": {0: one world of `n_envs` rows}}, in no process of its own, whatever is asked for."""
+        """Return {"robopolicy": {0: one world of `n_envs` rows}}, always in this process."""
         return {self.type: {0: WorldVectorEnvironment(self._world(n_envs))}}
 
     def _world(self, rows: int) -> World:

@@ -1,4 +1,4 @@
-"""LeRobot's features of our fields, which remember what the elements are called: LeRobot compares shapes alone."""
+"""LeRobot features of robopolicy's fields, with the names of their elements: LeRobot compares only shapes."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ ACTION = "action"
 
 
 class NamedFeature(PolicyFeature):
-    """A feature with what its field declares, which LeRobot hands on and never writes to a file."""
+    """A feature with the declaration of its field, which LeRobot passes on and never writes to a file."""
 
     def __init__(self, kind: FeatureType, field: Field):
         super().__init__(kind, field.shape)
@@ -26,8 +26,8 @@ def feature(key: str, field: Field) -> NamedFeature:
 
 
 def require_names(fields: Mapping[str, Field], features: Mapping[str, PolicyFeature]) -> None:
-    """Raise SpecError where a feature of ours calls an element otherwise than the policy's field of its key, or has
-    another unit; see `spec.require_alike`. Shapes are LeRobot's to compare.
+    """Raise SpecError if a feature's element names or unit differ from those of the policy's field with the same key;
+    see `spec.require_alike`. LeRobot compares the shapes.
     """
     declared = {key: each.field for key, each in features.items() if isinstance(each, NamedFeature)}
     pairs = {

@@ -1,4 +1,4 @@
-"""A checkpoint of ours behind LeRobot's `PreTrainedPolicy`: history, chunks, images and instructions for every row.
+"""A robopolicy checkpoint as LeRobot's `PreTrainedPolicy`: history, chunks, images and instructions for every row.
 
 Axes: B row (one robot or environment), C chunk step, A action dimension, H history frame.
 """
@@ -31,11 +31,11 @@ from robopolicy.serving.inputs import Session
 from robopolicy.serving.protocol import Limits
 
 LARGEST_IMAGE = 3 * 8192 * 8192
-"""Bytes of the largest image that is resized."""
+"""Maximum bytes of an image to be resized."""
 
 
 class RobopolicyPolicy(PreTrainedPolicy):
-    """One of our checkpoints, as LeRobot's commands run policies.
+    """A robopolicy checkpoint, in the form in which LeRobot's commands run policies.
 
     Every row has the history that the policy reads, and all rows decide at once, every C steps, as LeRobot's `reset`
     begins all of them at once. Its noise belongs to the episode, counted from 0 since it was loaded, so that another
@@ -69,7 +69,7 @@ class RobopolicyPolicy(PreTrainedPolicy):
     def from_pretrained(
         cls, pretrained_name_or_path: str | Path, *, config: PreTrainedConfig | None = None, **kwargs: Any
     ) -> "RobopolicyPolicy":
-        """Load a folder made by `save_pretrained`; raises CheckpointError if it is not one. Nothing is downloaded."""
+        """Load a folder written by `save_pretrained`; raises CheckpointError if it is not one. No downloads."""
         folder = Path(pretrained_name_or_path)
         if not (folder / "config.json").is_file():
             raise CheckpointError(
@@ -88,14 +88,14 @@ class RobopolicyPolicy(PreTrainedPolicy):
         replace(config, checkpoint=None, pretrained_path=None)._save_pretrained(save_directory)
 
     def reset(self) -> None:
-        """Begin an episode in every row: nothing is remembered."""
+        """Start an episode in every row, without memory."""
         self.acting.reset()
         self._sessions: list[Session] = []
         self._seen: list[Observation] = []
         self._queue: deque[Tensor] = deque()
 
     def select_action(self, batch: dict[str, Tensor], **kwargs: Unpack[ActionSelectKwargs]) -> Tensor:
-        """Return the next control step of every row, [B, A]; to be called once a control step.
+        """Return the next control step of every row, [B, A]; call it once per control step.
 
         batch: LeRobot's keys -> [B, *shape]; images [B, 3, height, width] float 0..1 or uint8, in either layout.
         """
@@ -105,20 +105,20 @@ class RobopolicyPolicy(PreTrainedPolicy):
         return self._queue.popleft()
 
     def predict_action_chunk(self, batch: dict[str, Tensor], **kwargs: Unpack[ActionSelectKwargs]) -> Tensor:
-        """Return the chunk [B, C, A] that is decided now; batch as in `select_action`, and added to the history."""
+        """Return a new chunk [B, C, A]; the batch is as in `select_action`, and is added to the history."""
         self._see(batch)
         return self._decided()
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any] | None]:
-        """Raise ConfigError: our checkpoints are trained by our own trainer."""
+        """Raise ConfigError: robopolicy's checkpoints are trained by robopolicy only."""
         raise not_trained_here()
 
     def get_optim_params(self) -> dict[str, Any]:
-        """Raise ConfigError: our checkpoints are trained by our own trainer."""
+        """Raise ConfigError: robopolicy's checkpoints are trained by robopolicy only."""
         raise not_trained_here()
 
     def _see(self, batch: Mapping[str, Any]) -> None:
-        """Add what every row shows now to its history."""
+        """Add the current observation of every row to its history."""
         arrays = {key: _array(key, value) for key, value in batch.items() if _is_shown(key, value)}
         if not arrays:
             raise SpecError(f"The batch has no observations: it contains {', '.join(map(str, batch)) or 'nothing'}.")
@@ -148,7 +148,7 @@ def _is_shown(key: str, value: object) -> bool:
 
 
 def _array(key: str, value: Tensor) -> np.ndarray:
-    """Return [B, ...] as the policy's inputs take it: images as uint8."""
+    """Return values [B, ...] in the policy's input format: images as uint8."""
     if value.ndim == 4 and value.is_floating_point():
         low, high = float(value.min()), float(value.max())
         if not (low >= -1e-3 and high <= 1 + 1e-3):
@@ -160,7 +160,7 @@ def _array(key: str, value: Tensor) -> np.ndarray:
 
 
 def _texts(task: Any, rows: int) -> list[dict[str, str]]:
-    """Return every row's instruction, if it has one: LeRobot writes "" where there is none."""
+    """Return every row's instruction, if there is one: LeRobot writes "" for none."""
     texts = [task] * rows if task is None or isinstance(task, str) else list(task)
     if len(texts) != rows:
         raise SpecError(f"'{TASK}' has {len(texts)} texts, but there are {rows} rows.")
@@ -168,14 +168,14 @@ def _texts(task: Any, rows: int) -> list[dict[str, str]]:
 
 
 def _feature(key: str, field: Field) -> PolicyFeature:
-    """Return a field as LeRobot's policies describe what they read: images are [3, height, width]."""
+    """Return a field as an input feature of a LeRobot policy: images are [3, height, width]."""
     described = feature(key, field)
     shape = (field.shape[2], *field.shape[:2]) if described.type is FeatureType.VISUAL else field.shape
     return PolicyFeature(described.type, shape)
 
 
 def _require_features(config: RobopolicyConfig, spec: PolicySpec, limits: Limits) -> None:
-    """Raise SpecError where the features that LeRobot knows of its environment or data are not the policy's."""
+    """Raise SpecError if the features of LeRobot's environment or data differ from the policy's."""
     inputs, outputs = config.input_features or {}, config.output_features or {}
     if inputs:
         blank = {

@@ -20,7 +20,7 @@ from robopolicy.plugins.configuration_robopolicy import RobopolicyConfig
 def make_robopolicy_pre_post_processors(
     config: RobopolicyConfig, dataset_stats: Mapping[str, Any] | None = None
 ) -> tuple[PolicyProcessorPipeline[Any, Any], PolicyProcessorPipeline[Any, Any]]:
-    """Return both pipelines; dataset_stats are of no use, the checkpoint holds what it normalises by."""
+    """Return both pipelines; dataset_stats are ignored, because the checkpoint contains its normalisers."""
     before = PolicyProcessorPipeline(
         [
             RenameObservationsProcessorStep(rename_map={}),

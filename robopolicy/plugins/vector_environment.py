@@ -1,4 +1,4 @@
-"""A world of ours as a gymnasium `VectorEnv` with what LeRobot asks of its environments."""
+"""A robopolicy world as a gymnasium `VectorEnv`, with the attributes that LeRobot requires of environments."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
@@ -14,14 +14,14 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, TASK, F
 from robopolicy.core.world import World, can_render
 
 NEW_ROLLOUT = "lerobot_new_rollout"
-"""Reset option of LeRobot's rollouts: it looks at no row again that has ended, until the next reset."""
+"""Reset option of LeRobot's rollouts: rows that have ended are ignored until the next reset."""
 
 RAW_NAMES = {STATE: "agent_pos", ENVIRONMENT_STATE: "environment_state"}
-"""Our keys -> those that LeRobot's environments have; images are below "pixels"."""
+"""robopolicy's keys -> those of LeRobot's environments; images are below "pixels"."""
 
 
 def raw_key(key: str) -> str:
-    """Return the name in an environment's observation of what is `key` to policies."""
+    """Return the name in an environment's observation for the policy's observation key `key`."""
     return RAW_NAMES.get(key, key.removeprefix("observation."))
 
 
@@ -52,7 +52,7 @@ class WorldVectorEnvironment(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin an episode in every row; seed: one for each, or the first row's, from which the others count up.
+        """Start an episode in every row; seed: one per row, or that of the first row, from which the others count up.
 
         Raises ConfigError where only some rows have a seed.
         """
@@ -66,7 +66,7 @@ class WorldVectorEnvironment(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
         return self._shown(self.world.reset(seeds=seeds or None, options=reset_options or None)), {}
 
     def step(self, actions: np.ndarray) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Run one control step [B, A] of every row; info holds is_success [B], and final_info where rows ended."""
+        """Run one control step [B, A] of every row; info contains is_success [B], and final_info where rows ended."""
         step = self.world.step(np.asarray(actions, dtype=np.float64)[:, None])
         ended_rows, observation = step.ended, step.observation
         info: dict[str, Any] = {"is_success": step.success.copy()}
@@ -84,7 +84,7 @@ class WorldVectorEnvironment(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
         return Pictures(self.world) if name == "render" else self.get_attr(name)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return an attribute of every row; raises AttributeError where rows have none of that name."""
+        """Return an attribute of every row; raises AttributeError if rows have no such attribute."""
         if name == "task_description":
             return tuple(self._tasks)
         attributes = {"_max_episode_steps": self.world.spec.horizon, "task": self.world.spec.name}
@@ -97,11 +97,11 @@ class WorldVectorEnvironment(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
         return tuple(Pictures(self.world))
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Release what the world holds."""
+        """Close the world."""
         self.world.close()
 
     def _shown(self, observation: Observation) -> dict[str, Any]:
-        """Return the newest frame of every field under LeRobot's raw names."""
+        """Return the newest frame of every field, by LeRobot's raw names."""
         self._tasks = [str(text) for text in observation[TASK]]
         pixels = {
             key.removeprefix(IMAGE_PREFIX): observation[key][:, -1].copy()
@@ -117,7 +117,7 @@ class WorldVectorEnvironment(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
 
 
 class Pictures(Sequence[np.ndarray]):
-    """The default view of every row, drawn when it is looked at: LeRobot films ten rows, however many there are.
+    """The default view of every row, rendered on access: LeRobot records videos of at most ten rows.
 
     A world that cannot be drawn shows black: LeRobot films whatever it evaluates, and cannot be told not to.
     """

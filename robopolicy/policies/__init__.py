@@ -1,4 +1,4 @@
-"""Policies: act in worlds and compute log-probabilities of their decisions. Submodules are imported on first use."""
+"""Policies: act in worlds and compute log-probabilities of their actions. Submodules are imported on first use."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -72,8 +72,8 @@ class LearnsPast(Protocol):
 
     @property
     def past_steps(self) -> int:
-        """Number of steps before it; `loss` reads them from the batch as "past" [N, steps, A] with "past_valid" [N,
-        steps].
+        """Number of steps before the first executed one; `loss` reads them from the batch as "past" [N, steps, A] with
+        "past_valid" [N, steps].
         """
         ...
 

@@ -253,7 +253,7 @@ class JointConfig:
 
 @dataclass(frozen=True)
 class Reach:
-    """Horizons of a policy. history: number of frames read; chunk: control steps executed per decision; prediction:
+    """Horizons of a policy. history: number of frames read; chunk: control steps executed per policy call; prediction:
     control steps predicted.
     """
 

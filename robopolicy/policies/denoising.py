@@ -166,7 +166,7 @@ class DenoisingPolicy(nn.Module):
 
     @property
     def reads_instructions(self) -> bool:
-        """Whether decisions depend on the instruction; False for custom networks that do not declare it."""
+        """Whether actions depend on the instruction; False for custom networks that do not declare it."""
         return isinstance(self.network, ReadsInstructions) and self.network.reads_instructions
 
     @property
@@ -195,7 +195,7 @@ class DenoisingPolicy(nn.Module):
         return began_elsewhere(self.network)
 
     def mapping_for(self, world: WorldSpec) -> str:
-        """See `abilities.MapsFeatures`; "" if its network uses robopolicy's names."""
+        """Implement `abilities.MapsFeatures.mapping_for`; "" if its network uses robopolicy's names."""
         return self.network.mapping_for(world) if isinstance(self.network, MapsFeatures) else ""
 
     @property
@@ -208,7 +208,7 @@ class DenoisingPolicy(nn.Module):
 
     @property
     def caches_condition(self) -> bool:
-        """Whether decisions cache the encoded observation: it has cameras and its encoder is frozen."""
+        """Whether policy calls cache the encoded observation: the policy has cameras and its encoder is frozen."""
         return (
             all(latent_network.keeps_condition for latent_network in self._own)
             and len(self.spec.cameras) > 0
@@ -219,7 +219,8 @@ class DenoisingPolicy(nn.Module):
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Return a decision for every row; latents: "chain" [B, K'+1, P, A] in normalised actions, noisiest first.
+        """Return a `Decision`, with one action chunk per row; latents: "chain" [B, K'+1, P, A] in normalised actions,
+        noisiest first.
 
         deterministic: the noise-free sampler (DDIM with eta 0, or the flow's ODE) from random initial noise; its steps
         have no density, so mask is False and logp zero. With cameras and a frozen encoder, latents also contain the
@@ -255,7 +256,7 @@ class DenoisingPolicy(nn.Module):
         deterministic: bool = False,
         guided: Guided | None = None,
     ) -> Tensor:
-        """Return all P predicted steps of a decision, [B, P, A] in world units and within bounds; `act` executes C.
+        """Return all P predicted steps of a policy call, [B, P, A] in world units and within bounds; `act` executes C.
 
         Random draws equal those of `act`. guided: real-time chunking corrects each prediction during denoising. Raises
         as `act`.
@@ -285,7 +286,7 @@ class DenoisingPolicy(nn.Module):
         return chain_scores(self.config, self.schedule, self.first_step, self.network, condition, latents, self.part)
 
     def describe_steps(self) -> dict[str, Any]:
-        """See `core.steps.DescribesSteps`."""
+        """Implement `core.steps.DescribesSteps.describe_steps`."""
         to_actions = self._own[0].to_actions if self._own else self.action_normalizer.inverse
         parts = self.config, self.schedule, self.network, self.first_step
         return denoising_steps(*parts, self.part, self.latent_size, to_actions)
@@ -310,7 +311,7 @@ class DenoisingPolicy(nn.Module):
 
     @property
     def noise_shape(self) -> tuple[int, int]:
-        """Number of predicted steps P and action size A of a decision's initial noise."""
+        """Number of predicted steps P and action size A of a policy call's initial noise."""
         return self.config.prediction_steps, self.latent_size
 
     def trajectory(
@@ -445,7 +446,7 @@ class DenoisingPolicy(nn.Module):
         return [weight for weight in self.network.parameters() if weight.requires_grad]
 
     def reset(self, rows: Rows = None) -> None:
-        """No memory between decisions for any rows [R]."""
+        """No memory between policy calls for any rows [R]."""
 
     def save(self, folder: Path) -> None:
         """Write config.json and model.safetensors, including normalisers and base copy, atomically."""
@@ -523,7 +524,7 @@ class DenoisingPolicy(nn.Module):
     def _matched(
         self, actions: Tensor, latents: dict[str, Tensor], condition: Condition, deterministic: bool
     ) -> Decision:
-        """Return a decision with log-probabilities by matching over all levels; a deterministic one has none."""
+        """Return a `Decision` with log-probabilities by matching over all levels; a deterministic one has none."""
         if deterministic:
             none = torch.zeros(latents["level"].shape, device=actions.device)
             return Decision(actions, latents, none, none.bool())

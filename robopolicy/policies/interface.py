@@ -68,7 +68,7 @@ def check_chunks(batch: Mapping[str, Any], steps: int, size: int) -> tuple[Tenso
 
 
 def check_predicted(batch: Mapping[str, Any], steps: int, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return actions [N, P, A] and their validity mask [N, P]; the first `first` steps precede the decision.
+    """Return actions [N, P, A] and their validity mask [N, P]; the first `first` steps precede the policy call.
 
     Those come from the batch's "past" [N, first, A] with "past_valid" [N, first], as returned by `Episodes.before`;
     without them they are zero and invalid. P: `steps`, A: `size`. Raises as `check_chunks`.

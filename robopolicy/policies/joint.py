@@ -180,7 +180,7 @@ class JointModel(nn.Module):
 
     @property
     def reads_instructions(self) -> bool:
-        """Whether decisions depend on the instruction."""
+        """Whether actions depend on the instruction."""
         return False
 
     @property

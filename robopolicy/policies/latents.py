@@ -36,34 +36,34 @@ class Executed:
 
 @runtime_checkable
 class OwnLatents(Protocol):
-    """Optional: a network that was trained elsewhere, with latents, a schedule and an error of its own.
+    """Optional: a network that was trained elsewhere, with its own latents, schedule and error.
 
-    latent_size: elements L of a latent, of which the first A stand for the action; first_step: how many of the P
-    predicted steps lie before the one that is executed first; keeps_condition: whether decisions keep what a frozen
-    encoder made of their observation; denoises_actions: whether its latents are normalised actions, padded at most, and
-    not what actions are made of; how_to_explore: what gives its steps noise, to go on from "fine-tune more steps, or ".
+    latent_size: elements L of a latent, of which the first A represent the action; first_step: number of the P predicted
+    steps before the first executed one; keeps_condition: whether policy calls cache the output of a frozen encoder;
+    denoises_actions: whether latents are (padded) normalised actions, not another representation from which actions are
+    computed; how_to_explore: settings that add noise to its steps, completing "fine-tune more steps, or ".
     """
 
     how_to_explore: str
 
     @property
     def latent_size(self) -> int:
-        """See the class."""
+        """Size L of one latent; see the class."""
         ...
 
     @property
     def first_step(self) -> int:
-        """See the class."""
+        """Index of the first executed step among the predicted ones; see the class."""
         ...
 
     @property
     def keeps_condition(self) -> bool:
-        """See the class."""
+        """Whether policy calls cache the encoded observation; see the class."""
         ...
 
     @property
     def denoises_actions(self) -> bool:
-        """See the class."""
+        """Whether latents are normalised actions; see the class."""
         ...
 
     def to_latents(self, actions: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class OwnLatents(Protocol):
         ...
 
     def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
-        """Return the schedule that it was trained under, with the steps and the noise that config asks for."""
+        """Return the schedule that it was trained under, with the steps and the noise set in config."""
         ...
 
     def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class OwnLatents(Protocol):
         ...
 
     def why_always_as_many(self) -> str:
-        """Return why it cannot denoise in fewer steps, "" where it can."""
+        """Return the reason why the network cannot denoise in fewer steps, "" if it can."""
         ...
 
     def of_steps(self, steps: int) -> Self:

@@ -1,4 +1,4 @@
-"""Log-probabilities of denoising decisions: exact for noisy chains, or a matching surrogate for noise-free ones.
+"""Log-probabilities of denoised action chunks: exact for noisy chains, or a matching surrogate for noise-free ones.
 
 Chain: a decision consists of K' Gaussian transitions; each has a density, and their product is the density of the chain
 (not of the action, which many chains lead to), as PPO over the denoising chain requires (DPPO, arXiv:2409.00588).

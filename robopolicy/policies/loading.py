@@ -30,7 +30,7 @@ PLUGIN, EXPORTED = "robopolicy", "checkpoint"
 
 
 def load_policy(folder: Path | str | Checkpoint, device: torch.device | str = "cpu") -> Policy:
-    """Load any policy checkpoint; its decisions are bitwise equal to those of the saved policy.
+    """Load any policy checkpoint; its actions are bitwise equal to those of the saved policy.
 
     Raises CheckpointError when the folder is missing, corrupt, of a newer format, or contains no policy or a kind that
     is neither built in nor installed nor named by the user.

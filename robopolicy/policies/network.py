@@ -117,7 +117,7 @@ class ReadsInstructions(Protocol):
 
     @property
     def reads_instructions(self) -> bool:
-        """See the class."""
+        """Whether `encode` reads the instruction."""
         ...
 
 

@@ -35,7 +35,7 @@ class StoresPairs(Protocol):
     """A replay whose episodes are saved beyond the run."""
 
     def store(self, folder: Path, instructions: tuple[str, ...]) -> None:
-        """Write them to `folder`, atomically; instructions: of the world, indexed by `Rollouts.task`."""
+        """Write the pairs to `folder`, atomically; instructions: of the world, indexed by `Rollouts.task`."""
         ...
 
 

@@ -235,7 +235,7 @@ class Mechanism:
         return load_dotted(self.path, "Mechanism") if target is None else target
 
     def require_options(self, options: Iterable[str]) -> None:
-        """Raise ConfigError, with the closest name, if it has no such option."""
+        """Raise ConfigError, with the closest name, if the mechanism has no such option."""
         for option in options:
             if option not in self.options:
                 raise ConfigError(
@@ -245,7 +245,9 @@ class Mechanism:
 
     @property
     def measured(self) -> bool:
-        """Whether a recipe or a benchmark uses it, or it is not built in; the others are in rl/experimental."""
+        """Whether a recipe or a benchmark uses the mechanism, or another package provides it; the others are in
+        rl/experimental.
+        """
         return not self.path.startswith(EXPERIMENTAL)
 
     @property

@@ -1,4 +1,4 @@
-"""Initial states: which are played, how often, and from which position of a demonstration.
+"""Initial states of episodes: their choice, their numbers of episodes, and starting positions inside demonstrations.
 
 Samplers choose initial states from a pool (seeds, and instructions if a world has several), allocators distribute
 episodes over the chosen ones, and hints set the position in a demonstration at which an episode starts.

@@ -163,7 +163,7 @@ class RobotSettings:
     """
     bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Minimum and maximum of action elements, in the policy's units: {x.vel: [-0.2, 0.2]}. An attached robot requires
-    bounds or change if the policy has no bounds of its own (LeRobot's have none).
+    bounds or max_action_change if the policy has no bounds of its own (LeRobot's have none).
     """
     unbounded: bool = False
     """Allow an attached robot to receive any action when no bounds apply."""

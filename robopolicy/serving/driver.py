@@ -364,7 +364,7 @@ class Driver:
             if (self.error is None or trouble) and self.away > self.patience:
                 reason = trouble or (
                     "does it hang, is its machine overloaded, or is the network interrupted? If the policy is this "
-                    "slow, increase patience."
+                    "slow, increase drive.server_timeout (in Python: patience)."
                 )
                 self.error = ServingError(
                     f"The server has not answered for more than {self.patience:g} s (drive.server_timeout): {reason}"

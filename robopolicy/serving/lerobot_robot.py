@@ -187,8 +187,8 @@ class AttachedLeRobot:
 
     @property
     def placed(self) -> np.ndarray:
-        """Mask of the elements of `still` [A] bool that are known: positions that were neither observed nor sent yet
-        are not.
+        """Mask [A] bool of the elements of the hold action with a known value; positions that were neither observed nor
+        sent are unknown.
         """
         return self.wiring.placed(self._shown) | (self._sent is not None)
 
@@ -304,7 +304,7 @@ class _Calls:
         threading.Thread(target=self._work, name="robot", daemon=True).start()
 
     def rested(self, seconds: float) -> bool:
-        """Whether no call is running, or none after `seconds`."""
+        """Wait at most `seconds` for the last call; return whether it has ended."""
         return self._last is None or bool(wait([self._last], seconds).done)
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:

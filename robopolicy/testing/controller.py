@@ -31,7 +31,9 @@ def check_controller(make: Callable[[], Controller], world: World) -> None:
 
 
 def _act(controller: Controller, observation: Observation, world: World) -> None:
-    """Let it act and check the result; an exception also counts as a violation, reported with the observation."""
+    """Let the controller act and check the result; an exception also counts as a violation, reported with the
+    observation.
+    """
     try:
         actions = np.asarray(controller.act(observation))
     except Exception as error:

@@ -206,7 +206,7 @@ def _check_untouched(before: TensorObservation, observation: TensorObservation, 
 
 
 def _check_choices(policy: ScoredPolicy, observation: TensorObservation, deterministic: bool) -> None:
-    """Check the log-probabilities stored in a decision."""
+    """Check the log-probabilities stored in a `Decision`."""
     call = f"act(deterministic={deterministic})"
     decision, expected = _act(policy, observation, deterministic=deterministic), policy.spec.scored_steps
     assert expected >= 1, f"spec: scored_steps is {expected}, so there are no log-probabilities"

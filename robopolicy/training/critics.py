@@ -1,4 +1,4 @@
-"""Critics of a policy's decisions: what they see, how they are fitted, and policies that an agent with critics makes.
+"""Critics of action chunks: their inputs and fitting, and policies built from an agent with critics.
 
 Such an agent acts itself, or chooses for a frozen policy. It chooses the noise that the policy begins with (DSRL,
 Wagenmaker et al. 2025, arXiv:2506.15799): the agent's action is the initial noise of a diffusion's or flow's noise-free

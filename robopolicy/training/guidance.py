@@ -263,7 +263,8 @@ class Guidance:
 
     def check_teacher(self, policy: Policy, needs: frozenset[Need]) -> None:
         """Raise ConfigError, naming the difference, when `needs` require the latents of `policy` and the teacher's
-        differ. The same latents would then mean other actions to the teacher, or were sampled differently.
+        differ. With a difference, the teacher would decode the same latents to other actions, or they were sampled
+        differently.
         """
         if self.teacher is None or not needs & OF_THE_SAME_STEPS:
             return

@@ -197,7 +197,9 @@ def read_once(policy: Trainable, data: Episodes, precision: LearningPrecision = 
 
 
 def _resting(policy: Trainable) -> LearnsFromCondition:
-    """Return the policy, typed as one with a frozen encoder; raises ConfigError if trained or without images."""
+    """Return the policy, typed as one with a frozen encoder; raises ConfigError if its encoder is trained or it reads
+    no images.
+    """
     if isinstance(policy, LearnsFromCondition) and policy.learns_from_condition and policy.caches_condition:
         return policy
     raise ConfigError(

@@ -117,14 +117,14 @@ def checker(config: Config, target: str) -> tuple[str, Callable[[], list[str]]]:
 
 
 def refuse_file(path: Path) -> None:
-    """Raise an error that says what the file at `path` is, and how to use it, if there is one."""
+    """Raise an error that describes the file at `path` and its use, if there is one."""
     if description := described_path(path):
         refuse_data(path)
         raise ConfigError(f"{path} is {description}. {CHECKED}")
 
 
 def refuse_data(path: Path) -> None:
-    """Raise an error where `path` holds recorded data, with the command that examines or converts it."""
+    """Raise an error if `path` contains recorded data, with the command that examines or converts it."""
     places = [path] if path.is_dir() else path.absolute().parents  # a table or a video of a dataset
     dataset = next((folder for folder in places if is_dataset(folder)), None)
     if not (path / "config.json").is_file() and (hint := what_it_is(dataset or path)):

@@ -25,7 +25,7 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
-    """Print the map of columns, and convert."""
+    """Print the column mapping, and convert."""
     section = config.convert
     if section.source is None:
         raise ConfigError("No source dataset given. Usage: robopolicy convert SOURCE TARGET")

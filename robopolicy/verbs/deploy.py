@@ -24,7 +24,7 @@ from robopolicy.runs import default_path, finish, open_fresh_run, output, print_
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
-    summary="Simulate a staged rollout of a new policy with a success floor",
+    summary="Simulate a staged rollout of a new policy with a minimum success rate",
     sections=("run", "world", "deploy"),
     example="robopolicy deploy runs/finetune/push_t/0/checkpoint runs/train/push_t/0/checkpoint",
     targets=("deploy.policy", "deploy.base"),
@@ -54,10 +54,9 @@ def run(config: Config) -> int:
     deployments = both(config, world, base, tuned_policy, deployment, device)
     world.close()
     print_table(
-        f"{section.episodes} episodes, success floor {deployment.floor:.1%} ({section.max_success_drop:.0%} below the "
-        f"base's "
-        f"{rate:.1%})",
-        ("", "success", "final share of the new policy", "largest shortfall below the floor (standard errors)"),
+        f"{section.episodes} episodes, minimum success {deployment.floor:.1%} ({section.max_success_drop:.0%} below "
+        f"the base's {rate:.1%})",
+        ("", "success", "final probability of the new policy", "largest shortfall below the minimum (standard errors)"),
         [
             [name, f"{each.success.mean():.1%}", f"{each.shares[-1]:.0%}", shown(each.margin, "+.1f")]
             for name, each in deployments.items()

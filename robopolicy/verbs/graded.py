@@ -1,5 +1,5 @@
-"""Datasets of graded quality for `collect`: measure the anchors, find the noise level, record, and describe the
-dataset.
+"""Dataset quality levels for `collect`: measure the anchors (reference scores), find the noise level, record, and
+describe the dataset.
 
 Measurements are saved in the run folder at once, so an interrupted run repeats none of them.
 """
@@ -58,7 +58,7 @@ MEASURED = "measured.json"
 
 @dataclass(frozen=True)
 class Graded:
-    """A dataset of graded quality; columns: per-step columns, each [N]; description: how it was generated, stored in
+    """A dataset with a quality level; columns: per-step columns, each [N]; description: how it was generated, stored in
     the dataset.
     """
 

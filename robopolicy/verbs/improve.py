@@ -81,7 +81,7 @@ IMITATING = (
 
 UNSURE = (
     "Fitted Q evaluation alone also accepts worse policies, so the base policy remains the one to serve until the "
-    "candidate is evaluated or deployed gradually. An evaluation in a world model of the log is enough too: "
+    "candidate is evaluated or deployed gradually. A world model trained on the log can evaluate it as well: "
     "\"improve.overrides=['gate.evaluators=[model,fqe]','gate.models=[MODEL]','world.imagination.initial_states=data']\""
 )
 
@@ -114,7 +114,7 @@ def run(config: Config) -> int:
 
 
 def require_something(config: Config) -> None:
-    """Raise ConfigError when neither a simulator nor a log says what success is."""
+    """Raise ConfigError when neither a simulator nor a log defines success."""
     name = config.world.name
     if name == WORLD_MODEL:
         raise ConfigError(
@@ -126,8 +126,8 @@ def require_something(config: Config) -> None:
         raise ConfigError("world=demonstrations replays recordings and reports no success: pass them as data=LOG.")
     if not name and config.improve.data is None:
         raise ConfigError(
-            f"{config.improve.policy} does not name a world of robopolicy's, so success is undefined. Set "
-            "a simulator (world=NAME), a log (data=LOG), or both."
+            f"{config.improve.policy} does not record its world, so success is undefined. Set a simulator "
+            "(world=NAME), a log (data=LOG), or both."
         )
 
 
@@ -160,7 +160,7 @@ def plan_of(config: Config, root: Path) -> dict[str, Any]:
 
 
 def look_at_log(data: Path, policy: Policy, plan: dict[str, Any]) -> None:
-    """Add what the log holds to the plan; raises DataError when it is no dataset."""
+    """Add the content of the log to the plan; raises DataError when it is not a dataset."""
     information = read_information(data, renaming_of(policy))
     columns = information["features"]
     plan["labels"] = [name for name in ("reward", "success") if f"next.{name}" in columns]
@@ -215,14 +215,14 @@ def plan_simulator(config: Config, root: Path, policy: Policy, plan: dict[str, A
     plan["memory"] = speed["memory"]
     plan["limits"] += [
         f"Success elsewhere: on a robot, or in {name} from other initial states than those of its resets.",
-        f"The variation of training: this is one training run (seed {config.run.seed}). The interval says how well the "
-        "episodes measure this policy; another run.seed ends elsewhere.",
+        f"The variation of training: this is one training run (seed {config.run.seed}). The interval covers the "
+        "choice of episodes only; another run.seed gives another policy.",
         "The environment steps of validation during fine-tuning are not counted.",
     ]
 
 
 def plan_log(config: Config, root: Path, policy: Policy, plan: dict[str, Any]) -> None:
-    """Plan offline improvement behind the gate; raises DataError when nothing in the log says what success is."""
+    """Plan offline improvement behind the gate; raises DataError when the log does not define success."""
     section, data = config.improve, str(config.improve.data)
     has_reward = any(each.startswith("offline.reward=") for each in section.overrides)
     if not (plan["labels"] or has_reward):
@@ -261,8 +261,8 @@ def plan_log(config: Config, root: Path, policy: Policy, plan: dict[str, Any]) -
     plan["memory"] = memory_used()
     plan["limits"] += [
         "Real success: nothing was executed. The gate estimates values from recorded episodes.",
-        "Whether the gate is right here: of the candidates on two tasks that were truly worse, fitted Q evaluation "
-        "accepted 7 of 61 and 3 of 86 (robopolicy/benchmarks/README.md, gate).",
+        "Errors of the gate: on two tasks, fitted Q evaluation accepted 7 of 61 and 3 of 86 candidates that were "
+        "worse (robopolicy/benchmarks/README.md, gate).",
         "States that the log does not contain.",
     ]
 
@@ -361,7 +361,7 @@ def seconds_of_finetuning(stage: Mapping[str, Any], speed: Mapping[str, float]) 
 
 
 def iterations_within(config: Config, stage: Mapping[str, Any], speed: Mapping[str, float]) -> int:
-    """Return the number of fine-tuning iterations: those asked for, as far as they fit the time budget."""
+    """Return the number of fine-tuning iterations: the requested ones that fit the time budget."""
     section = composed(stage).finetune
     most = config.improve.iterations or section.iterations
     if not config.improve.minutes:
@@ -431,7 +431,7 @@ def trial(
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Print nothing of what verbs print."""
+    """Suppress the output of verbs."""
     before, output.quiet = output.quiet, True
     try:
         yield
@@ -496,7 +496,7 @@ def costs_in(folder: RunFolder) -> dict[str, Any]:
 
 
 def in_simulator(config: Config, plan: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:
-    """Run the stages in the simulator and return the result; stops where RL has nothing to learn from."""
+    """Run the stages in the simulator and return the result; stops if RL has no learning signal."""
     first, tuning, last = plan["stages"]
     results = {"base": run_stage(first, folder)}
     modes = [results["base"]["policy"][mode] for mode in ("deterministic", "stochastic")]
@@ -559,7 +559,7 @@ def remedies(config: Config) -> list[str]:
         f"robopolicy doctor {data} doctor.policy={policy}   # data, policy and simulator: do units and rates agree?",
         f"robopolicy train {data} {policy_setting}={policy} run.name=more   # more or better demonstrations",
         f"robopolicy teach expert world={world} run.name=taught   # an expert labels the states that a policy reaches",
-        "world.options.reward=package.module:function   # a dense reward, paid on the way to success",
+        "world.options.reward=package.module:function   # a dense reward, which measures progress",
     ]
 
 
@@ -571,7 +571,9 @@ def from_log(config: Config, plan: Mapping[str, Any], folder: RunFolder) -> dict
     settings = composed(stage)
     path, base = run_path(settings, "offline") / "checkpoint", config.improve.policy
     reason = f"The gate accepted {accepted} of {len(rounds)} candidates."
-    advice = [f"robopolicy deploy {path} {base} world=NAME   # replaces the base gradually, with a success floor"]
+    advice = [
+        f"robopolicy deploy {path} {base} world=NAME   # replaces the base gradually, with a minimum success rate"
+    ]
     advice.append(f"robopolicy evaluate {path} evaluate.base={base} world=NAME   # in a simulator, if there is one")
     sure = accepted and not {"model", "world"}.isdisjoint(settings.gate.evaluators)
     if accepted and not sure:
@@ -579,7 +581,7 @@ def from_log(config: Config, plan: Mapping[str, Any], folder: RunFolder) -> dict
     if not accepted:
         reason += " The base policy is kept."
         more = "improve.overrides=['offline.extra_datasets=[DATASET]']"
-        advice = [f"{again(config, 'run.name=more', more)}   # more episodes, best of all the policy's own"]
+        advice = [f"{again(config, 'run.name=more', more)}   # more episodes, ideally the policy's own"]
     summary = outcome(config, plan, folder, {stage["name"]: result}, path if sure else None, reason, advice)
     return {**summary, "rounds": rounds, "accepted": accepted}
 
@@ -633,7 +635,7 @@ def outcome(
 
 
 def steps_in(result: Mapping[str, Any]) -> int:
-    """Return the environment steps of a stage, those of its evaluations if it is one."""
+    """Return the environment steps of a stage; of an evaluation, those of its episodes."""
     if "env_steps" in result:
         return int(result["env_steps"])
     policies = (result[name] for name in ("base", "policy") if name in result)

@@ -166,7 +166,7 @@ def succeeded_by_head(episodes: Episodes, path: Path) -> Tensor:
 
 
 def say_decisions(data: Decisions) -> None:
-    """Print the number of decisions used and why others are omitted; raises DataError when none is left."""
+    """Print the number of action chunks used and why others are omitted; raises DataError when none is left."""
     steps = data.episodes.step_count
     left_out = steps - len(data)
     reason = (

@@ -141,7 +141,7 @@ def refuse_unread(section: GateSection) -> None:
 def learn_critic(
     config: Config, policy: Trainable, episodes: Episodes, folder: RunFolder, device: torch.device
 ) -> Lesson:
-    """Fit a critic to the recorded decisions, and to imagined ones if configured; return it with the data and its
+    """Fit a critic to the recorded action chunks, and to imagined ones if configured; return it with the data and its
     interface.
     """
     section, seed = config.offline, config.run.seed

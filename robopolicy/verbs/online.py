@@ -72,7 +72,7 @@ VERB = Verb(
 
 @dataclass(frozen=True)
 class Beginning:
-    """Initial state of online learning: the learner, the policy that plays the warm-up, and the recorded decisions."""
+    """Initial state of online learning: the learner, the policy of the warm-up, and the recorded action chunks."""
 
     policy: AgentPolicy | SteeredPolicy
     frozen: Frozen
@@ -245,13 +245,13 @@ def why_no_gain(curve: Sequence[tuple[int, float]], success: bool, method: str) 
             f"sometimes succeeds (online.policy=CHECKPOINT){alternative}."
         )
     if success and first >= CEILING:
-        return f"Almost no improvement is possible: it started at {first:.1%}."
+        return f"Almost no improvement is possible: the agent started at {first:.1%}."
     if best > first:
         return (
-            f"It reached {best:.3g} during training and dropped to {last:.3g}: a smaller learning rate is more "
-            "stable, online.agent.learning_rate=1e-4."
+            f"The agent reached {best:.3g} during training and dropped to {last:.3g}: a smaller learning rate is "
+            "more stable, online.agent.learning_rate=1e-4."
         )
     return (
-        f"After {curve[-1][0]} updates it is at {last:.3g}, starting from {first:.3g}: train for more steps "
+        f"After {curve[-1][0]} updates the agent is at {last:.3g}, starting from {first:.3g}: train for more steps "
         "(online.steps)."
     )

@@ -1,4 +1,4 @@
-"""Finds the fastest inference engine for a checkpoint, and stores the choice beside the checkpoint (inference.json).
+"""Finds the fastest inference engine for a checkpoint, and stores the choice next to the checkpoint (inference.json).
 
 Engines, samplers with fewer steps, block caches and bf16 are timed in turns on the same observations and compared with
 the policy as trained. Only exact engines are candidates, unless optimize.max_action_error sets an allowed action error;

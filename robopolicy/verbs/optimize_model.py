@@ -1,4 +1,4 @@
-"""`optimize` for world models: choose a block cache over denoising steps and store it beside the checkpoint."""
+"""`optimize` for world models: choose a block cache over denoising steps and store it next to the checkpoint."""
 
 import time
 from collections.abc import Mapping

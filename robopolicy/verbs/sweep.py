@@ -233,7 +233,7 @@ def _pass_on(source: IO[bytes], tail: bytearray) -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Wait for an interrupted process, which Ctrl-C has reached as well; interrupt it if only this one was."""
+    """Wait for a process that Ctrl-C has interrupted as well; interrupt it if only this process received the signal."""
     for ask in (None, process.send_signal, lambda _: process.terminate()):
         if ask is not None:
             ask(2)
@@ -266,7 +266,7 @@ def _command(config: Config) -> str:
 
 
 def _write(config: Config, folder: Path, verb: str, shown: list[SweptRun]) -> None:
-    """Write table.md, table.json and report.html with what is there so far."""
+    """Write table.md, table.json and report.html with the results so far."""
     metric = metric_of(shown, config.sweep.metric)
     setting_summaries = summaries(shown, metric)
     header, rows = table(setting_summaries, metric)

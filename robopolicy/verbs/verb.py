@@ -60,12 +60,12 @@ VERBS = Registry("verb", "robopolicy.verbs", {name: f"robopolicy.verbs.{name}:ru
 @dataclass(frozen=True)
 class Verb:
     """One job: its summary line, the configuration sections that it reads, an example, and the settings that positional
-    words fill, in order. lists: those of them that are lists, of which the word is one element. text: the docstring of
+    arguments set, in order. lists: those that are lists, of which the argument is one element. text: the docstring of
     its module. short: other spellings of settings, name -> setting. world_from: settings whose checkpoint or dataset
     determines the world when none is named -> its default location "verb/part" ("" for none, "server" for the policy
     server, "unassumed": no world is assumed, "alone": where it is given, there is no world). resumes: whether the same
-    command resumes an interrupted run. rest: a setting that takes all words and settings but the
-    verb's own, as they are written, for a verb that runs others.
+    command resumes an interrupted run. rest: a setting that takes all words and settings but the verb's own, as they
+    are written, for a verb that runs others.
     """
 
     summary: str

@@ -31,7 +31,7 @@ LONGEST = 80
 """Maximum length of a setting's value in characters."""
 
 Curve = tuple[str, list[float], list[float]]
-"""The name of its counter, its values, and the metric's."""
+"""Name of the step counter, its values, and the metric's values."""
 
 
 @dataclass(frozen=True)

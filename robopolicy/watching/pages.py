@@ -26,7 +26,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Run], Any]]] = {
 """Columns of the list: key -> (heading, sort key)."""
 SHARE, LONGEST_WAIT = 10, 10.0
 """A changed page is drawn again after SHARE times the duration of its last drawing, at most after LONGEST_WAIT seconds:
-the CPU is for the runs.
+so that runs keep the CPU.
 """
 
 

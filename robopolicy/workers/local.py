@@ -21,7 +21,7 @@ from typing import Any
 from robopolicy.core.pools import PoolSettings, context, died, perform, received
 
 START = "import json as j, sys; sys.path[:] = j.loads(sys.argv[2]); from robopolicy.workers.local import work; work({})"
-"""What a worker's interpreter runs."""
+"""Command that a worker's interpreter runs."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class LocalPool:
         return [worker.process.pid for worker in (*self._busy.values(), *self._idle)]
 
     def put(self, value: Any) -> Shared:
-        """See `Pool`."""
+        """Implement `Pool.put`."""
         self._values[len(self._values)] = value
         return Shared(len(self._values) - 1)
 
     def map(self, function: str, items: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
-        """See `Pool`."""
+        """Implement `Pool.map`."""
         given, deaths = context(), Counter[int]()
         waiting = deque(range(len(items)))
         busy = self._busy
@@ -112,7 +112,7 @@ class LocalPool:
             self._end_busy()
 
     def close(self) -> None:
-        """See `Pool`."""
+        """Implement `Pool.close`."""
         self._end_busy()
         while self._idle:
             self._idle.pop().end()
@@ -129,7 +129,7 @@ class LocalPool:
 
 
 def _started() -> _Worker:
-    """Start a worker. Its process group is its own: Ctrl-C reaches this process alone, which then ends the workers."""
+    """Start a worker in a separate process group: Ctrl-C reaches only this process, which then ends the workers."""
     ours, theirs = Pipe()
     number = theirs.fileno()
     command = [sys.executable, "-c", START.format(number), "robopolicy-worker", json.dumps(["", *sys.path])]

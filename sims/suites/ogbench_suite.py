@@ -75,7 +75,7 @@ def instruction(env_id: str) -> str:
 
 
 def ogbench_expert(name: str, spec: WorldSpec) -> Controller:
-    """Return OGBench's oracles: goal-directed or, when the name says so, at play or noisy.
+    """Return OGBench's oracles: goal-directed, or in play or noisy mode if the name ends in it.
 
     Raises ConfigError when OGBench lacks the task or the world lacks an observation that they read, or without the
     extra.

@@ -38,7 +38,9 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Ten per metre by which the tip approaches the goal: environment state [..., 6] -> [...]."""
+    """Progress potential: rises by 10 per metre that the tip gets closer to the goal; environment state [..., 6] ->
+    [...].
+    """
     return -10.0 * _distance(observation)
 
 

@@ -88,8 +88,8 @@ def instructed(environment: np.ndarray, task: np.ndarray) -> tuple[np.ndarray, n
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Ten per metre by which the instructed cube approaches its goal, plus two per metre by which the pusher approaches
-    the cube.
+    """Progress potential: rises by 10 per metre that the instructed cube gets closer to its goal, and by 2 per metre
+    that the pusher gets closer to the cube.
 
     observation: environment state [..., 30], texts `task` that broadcast against [...] -> [...].
     """

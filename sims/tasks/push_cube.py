@@ -75,7 +75,8 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Ten per metre by which the cube approaches the goal, plus two per metre by which the pusher approaches the cube.
+    """Progress potential: rises by 10 per metre that the cube gets closer to the goal, and by 2 per metre that the
+    pusher gets closer to the cube.
 
     observation: environment state [..., 13] -> [...].
     """

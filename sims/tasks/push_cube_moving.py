@@ -73,7 +73,9 @@ def task() -> Task:
         push_cube.task(),
         name="push_cube_moving",
         instructions=("push the cube onto the moving green disc",),
-        success_text=f"The cube's centre is within {100 * push_cube.TOLERANCE:.0f} cm of where the goal's is then.",
+        success_text=(
+            f"The cube's centre is within {100 * push_cube.TOLERANCE:.0f} cm of the goal's centre at that time."
+        ),
         observation={STATE: push_cube.PUSHER_FIELD, ENVIRONMENT_STATE: FIELD},
         uniforms=9,
         start=start,

@@ -75,7 +75,8 @@ def test_recoveries_corrections_and_own_successes_are_imitated_and_never_what_le
     assert flags(worth_imitating(unlabelled)) == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1]
     assert worth_imitating(replace(data, actor=None, segment=None)) is None
     assert interventions_in_words(data) == (
-        "Interventions: in 1 of 4 episodes; 1 steps recover, 2 correct, 2 of the policy's own steps led to one"
+        "Interventions: in 1 of 4 episodes; 1 steps recover, 2 correct, 2 of the policy's own steps led to an "
+        "intervention"
     )
     assert "Imitates 9 of 14 steps" in imitated_in_words(data) and "excluded: 5" in imitated_in_words(data)
 

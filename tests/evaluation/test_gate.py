@@ -65,7 +65,10 @@ def test_a_value_beyond_what_the_data_makes_credible_is_not_believed():
     assert Gate([judge]).decide("new", "old").accepted
     judge.ceiling = 4.4
     judgement = Gate([judge]).decide("new", "old")
-    assert not judgement.accepted and "not credible, a mean of 4.5, but the data makes at most 4.4" in str(judgement)
+    assert (
+        not judgement.accepted
+        and "not credible: the mean is 4.5, but the recorded data supports at most 4.4" in str(judgement)
+    )
     assert judgement.to_json()["judgements"][0]["ceiling"] == 4.4
     assert "not significantly better" in Gate([judge]).decide("old", "old").reasons[0], "nothing to believe or not"
 

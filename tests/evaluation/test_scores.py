@@ -48,7 +48,7 @@ def test_the_scale_is_linear_and_carries_the_interval_of_the_mean():
 
 def test_returns_that_rank_uniform_actions_as_high_as_the_expert_are_refused():
     """Measured on Meta-World: episodes that end at success earn less than those that dawdle."""
-    with pytest.raises(DataError, match="does not rank policies"):
+    with pytest.raises(DataError, match="do not rank policies"):
         Anchors("toy", EXPERT, RANDOM).require_order()
     noisy = performance(np.random.default_rng(0).normal(-0.9, 3.0, 100))
     with pytest.raises(DataError, match=r"world\.options\.reward=increase"):

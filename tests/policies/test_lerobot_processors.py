@@ -54,8 +54,8 @@ def twice(data: dict[str, Any]) -> None:
 
 
 REFUSED: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
-    "no normaliser": (BEFORE, without, rf"normalises '{STATE}' by MEAN_STD .*{BEFORE} has no step that does"),
-    "no way back": (AFTER, without, rf"normalises 'action' by MEAN_STD .*{AFTER} has no step that does"),
+    "no normaliser": (BEFORE, without, rf"normalises '{STATE}' by MEAN_STD .*{BEFORE} does not normalise it"),
+    "no way back": (AFTER, without, rf"normalises 'action' by MEAN_STD .*{AFTER} does not normalise it"),
     "a feature left out": (
         BEFORE,
         lambda data: normaliser(data)["features"].pop(STATE),

@@ -53,12 +53,12 @@ def test_evaluate_says_how_many_were_outside_and_in_which_element():
     assert result.success_rate == 1.0 and clipped.success_rate < 0.7
     assert "45 % of actions were outside the declared bounds (element 0 45 % outside -1 to 1)" in result.outside
     assert "executed unclipped (set world.options.clip_actions=true to clip them)" in result.outside
-    assert "they were clipped to them" in clipped.outside and "element 1" not in result.outside
+    assert "they were clipped to these bounds" in clipped.outside and "element 1" not in result.outside
     assert EvaluationResult.from_json(result.to_json()).outside == result.outside
 
 
 def test_recordings_of_a_world_that_clips_hold_what_it_executed():
-    with pytest.warns(RobopolicyWarning, match="were clipped to them"):
+    with pytest.warns(RobopolicyWarning, match="were clipped to these bounds"):
         episodes = record(make(clip_actions=True), ToGoal(), SEEDS)
     assert episodes.actions.abs().max() == 1.0 and episodes.action_field == make().spec.action
 

@@ -108,7 +108,9 @@ class VideoModel(ImageModel[VideoConfig]):
 
     @property
     def context(self) -> int:
-        """Number of observed frames it is conditioned on: those of the history, and one before the first action."""
+        """Number of observed frames that the model is conditioned on: those of the history, and one before the first
+        action.
+        """
         return self.config.history_span + 1
 
     @property

@@ -90,7 +90,7 @@ class InferenceSection(InferenceConfig):
 
 @dataclass(frozen=True)
 class OptimizeSection:
-    """Inference methods, timed and compared with the reference; the fastest is stored beside the checkpoint."""
+    """Inference methods, timed and compared with the reference; the fastest is stored next to the checkpoint."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"error": "max_action_error", "batch": "batch_size"}
 

@@ -162,7 +162,7 @@ class OnlineAgentSection(Tagged):
 
 @dataclass(frozen=True)
 class OnlineSection(OnlineConfig):
-    """Online learning of an agent in the world, with or without recorded data before."""
+    """Online RL of an agent in the world, with or without pre-training on recorded data."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {
         "more": "extra_datasets",

@@ -103,7 +103,7 @@ class ConvertSection(ConvertConfig):
 
 @dataclass(frozen=True)
 class AgentSection(Tagged):
-    """Critic that is fitted to the recorded decisions."""
+    """Critic that is fitted to the recorded action chunks."""
 
     kinds: ClassVar = AGENTS
     beside: ClassVar = True
@@ -220,7 +220,7 @@ class GateSection:
     """Off-policy evaluators. model: episodes in gate.models; fqe: a critic fitted to each policy on recorded data;
     critic: mean values of a critic of the recorded actions (AM-Q); both are unreliable where a policy leaves the data.
     importance: logged episodes (collect.chains=true), weighted by their probability under each policy. world: trials in
-    the real world, whose steps are counted, for a short online phase.
+    the real environment, for a short online phase; their steps are counted.
     """
     models: tuple[Path, ...] = ()
     """Checkpoints of world models, each one an evaluator (default: the output of worldmodel with the same name and

@@ -97,8 +97,8 @@ class WorldSection:
 
     name: str = "push_cube"
     """Environment: one of those above, metaworld/<task>, gymnasium:<id>, worldmodel (set model), demonstrations (set
-    data; it replays them as long as the policy agrees), or a custom one by its import path, package.module:Name.
-    Default: the world of the given policy or dataset, with its options.
+    data; recorded episodes are replayed until the policy's actions differ from them), or a custom one by its import
+    path, package.module:Name. Default: the world of the given policy or dataset, with its options.
     """
     batch_size: Count = 128
     """Number of parallel environments. It affects speed, not results: random draws belong to episodes."""

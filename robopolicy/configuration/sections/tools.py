@@ -88,8 +88,8 @@ class ImprovementSection:
     policy: Path | None = None
     """Checkpoint of the policy to improve, robopolicy's or LeRobot's."""
     data: Path | None = None
-    """LeRobotDataset with rewards or success; without a world, the policy is improved from it alone. data=LOG is
-    short for it.
+    """LeRobotDataset with rewards or success; without a world, the policy is improved from it alone. Short form:
+    data=LOG.
     """
     episodes: Count = 200
     """Number of episodes of each evaluation in the simulator."""

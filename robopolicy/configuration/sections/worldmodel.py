@@ -122,8 +122,8 @@ class ImagineSection:
     refresh_steps: Natural = 500
     """Number of training steps per model update."""
     refresh_uncertainty: NonNegative | None = None
-    """With plan.model: bonus per unit of model uncertainty for the plans that record the refresh episodes; above 0 it
-    explores where the model is uncertain (COPlanner's optimistic exploration). null for the policy without planning.
+    """With plan.model: bonus per unit of model uncertainty when planning the refresh episodes; a positive value
+    explores where the model is uncertain (COPlanner's optimistic exploration). null records them without planning.
     """
     rounds: Count = 5
     """sft: number of rounds of generation and imitation."""

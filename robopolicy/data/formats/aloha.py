@@ -34,7 +34,7 @@ class Aloha(DatasetFormat):
     title = "ALOHA's HDF5"
 
     def recognises(self, path: Path) -> bool:
-        """See `DatasetFormat`."""
+        """Implement `DatasetFormat.recognises`."""
         files = _files(path)
         if not files:
             return False
@@ -43,7 +43,7 @@ class Aloha(DatasetFormat):
 
     @contextmanager
     def open(self, path: Path) -> Generator[Hdf5Source]:
-        """See `DatasetFormat`."""
+        """Implement `DatasetFormat.open`."""
         files, lengths = _files(path), []
         if not files:
             raise DataError(f"{path} has no file episode_0.hdf5.")

@@ -218,7 +218,7 @@ class Hdf5Source(Source):
             yield member(file, name, path) if name else file
 
     def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
-        """See `Source`."""
+        """Implement `Source.shapes`."""
         shapes: dict[str, tuple[int, ...]] = {}
         path = self.places[episode][0]
         with self.group(episode) as group:
@@ -230,7 +230,7 @@ class Hdf5Source(Source):
         return shapes
 
     def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
-        """See `Source`."""
+        """Implement `Source.read`."""
         arrays: dict[str, np.ndarray] = {}
         path, name = self.places[episode]
         with self.group(episode) as group, reading(path, f"Exclude {name or 'that episode'}"):

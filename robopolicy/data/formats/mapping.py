@@ -128,7 +128,7 @@ def _camera(leaf: str) -> str:
 
 
 def _one_picture_each(found: ColumnMap, columns: Mapping[str, Column]) -> ColumnMap:
-    """Give images whose guessed names are equal the names of their complete keys."""
+    """Name images by their complete keys where the guessed names coincide."""
     result: ColumnMap = {}
     for target, parts in found.items():
         if len(parts) > 1 and all(is_picture(columns[part.key]) for part in parts):

@@ -39,7 +39,7 @@ class Minari(DatasetFormat):
     title = "Minari's HDF5"
 
     def recognises(self, path: Path) -> bool:
-        """See `DatasetFormat`."""
+        """Implement `DatasetFormat.recognises`."""
         file_path = _main_file(path)
         if file_path is None:
             return _of_arrow(path)
@@ -48,7 +48,7 @@ class Minari(DatasetFormat):
 
     @contextmanager
     def open(self, path: Path) -> Generator[Hdf5Source]:
-        """See `DatasetFormat`."""
+        """Implement `DatasetFormat.open`."""
         file_path = _main_file(path)
         if file_path is None:
             raise DataError(
@@ -74,7 +74,7 @@ class _MinariSource(Hdf5Source):
     """Minari's episodes; the first row of `infos`, which belongs to the reset, is dropped."""
 
     def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
-        """See `Source`."""
+        """Implement `Source.shapes`."""
         length = self.lengths[episode]
         shapes = super().shapes(episode, keys)
         return {
@@ -83,7 +83,7 @@ class _MinariSource(Hdf5Source):
         }
 
     def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
-        """See `Source`."""
+        """Implement `Source.read`."""
         length = self.lengths[episode]
         arrays = super().read(episode, keys)
         return {

@@ -31,7 +31,7 @@ class Npz(DatasetFormat):
     title = "arrays in an .npz file"
 
     def recognises(self, path: Path) -> bool:
-        """See `DatasetFormat`."""
+        """Implement `DatasetFormat.recognises`."""
         if path.suffix == ".npz" and path.is_file() and not zipfile.is_zipfile(path):
             raise DataError(f"{path} is a damaged or truncated .npz file: copy it again.")
         if not path.is_file() or not zipfile.is_zipfile(path):
@@ -41,7 +41,7 @@ class Npz(DatasetFormat):
 
     @contextmanager
     def open(self, path: Path) -> Generator[Source]:
-        """See `DatasetFormat`."""
+        """Implement `DatasetFormat.open`."""
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith(".npy")]
             members = {name.removesuffix(".npy"): _Member(path, archive, name) for name in names}
@@ -147,11 +147,11 @@ class _NpzSource(Source):
             )
 
     def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
-        """See `Source`."""
+        """Implement `Source.shapes`."""
         return {key: (self.lengths[episode], *self.members[key].shape[1:]) for key in keys}
 
     def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
-        """See `Source`."""
+        """Implement `Source.read`."""
         last = int(self.ends[episode])
         return {key: self.members[key].rows(last - self.lengths[episode], last) for key in keys}
 

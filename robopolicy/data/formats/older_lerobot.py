@@ -29,12 +29,12 @@ class OlderLeRobot(DatasetFormat):
     title = "LeRobotDataset v2"
 
     def recognises(self, path: Path) -> bool:
-        """See `DatasetFormat`."""
+        """Implement `DatasetFormat.recognises`."""
         return _version(path).startswith(("v1", "v2", "1.", "2."))
 
     @contextmanager
     def open(self, path: Path) -> Generator[Source]:
-        """See `DatasetFormat`."""
+        """Implement `DatasetFormat.open`."""
         version = _version(path)
         if version.startswith(("v1", "1.")):
             raise DataError(
@@ -74,7 +74,7 @@ class _OlderSource(Source):
         self.columns = {key: column for key, column in columns.items() if column is not None}
 
     def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
-        """See `Source`."""
+        """Implement `Source.shapes`."""
         import pyarrow.parquet as pq
 
         path = self._file(episode, "data_path", "")
@@ -91,7 +91,7 @@ class _OlderSource(Source):
         return {key: (rows, *self.columns[key].shape) for key in keys}
 
     def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
-        """See `Source`."""
+        """Implement `Source.read`."""
         import pyarrow.parquet as pq
 
         path = self._file(episode, "data_path", "")

@@ -35,7 +35,7 @@ class ReplayBuffer(DatasetFormat):
     title = "diffusion_policy's zarr"
 
     def recognises(self, path: Path) -> bool:
-        """See `DatasetFormat`."""
+        """Implement `DatasetFormat.recognises`."""
         if path.is_dir():
             return any((path / mark).is_file() for mark in _MARKS)
         if not path.is_file() or not zipfile.is_zipfile(path):
@@ -45,7 +45,7 @@ class ReplayBuffer(DatasetFormat):
 
     @contextmanager
     def open(self, path: Path) -> Generator[Source]:
-        """See `DatasetFormat`."""
+        """Implement `DatasetFormat.open`."""
         zarr = require_extra("zarr", "convert")
         _require_inside(path)
         kinds = zarr.storage
@@ -77,11 +77,11 @@ class _ReplayBufferSource(Source):
         self.notes = _missing(path, self.arrays)
 
     def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
-        """See `Source`."""
+        """Implement `Source.shapes`."""
         return {key: (self.lengths[episode], *self.arrays[key].shape[1:]) for key in keys}
 
     def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
-        """See `Source`."""
+        """Implement `Source.read`."""
         last, length = int(self.ends[episode]), self.lengths[episode]
         arrays: dict[str, np.ndarray] = {}
         for key in keys:

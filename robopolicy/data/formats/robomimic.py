@@ -45,7 +45,7 @@ class Robomimic(DatasetFormat):
     title = "robomimic's HDF5"
 
     def recognises(self, path: Path) -> bool:
-        """See `DatasetFormat`."""
+        """Implement `DatasetFormat.recognises`."""
         if not is_hdf5(path):
             return False
         with opened(path) as file:
@@ -53,7 +53,7 @@ class Robomimic(DatasetFormat):
 
     @contextmanager
     def open(self, path: Path) -> Generator[Hdf5Source]:
-        """See `DatasetFormat`."""
+        """Implement `DatasetFormat.open`."""
         with opened(path) as file:
             data = member(file, "data", path)
             names = numbered(data, _EPISODE)

@@ -67,7 +67,7 @@ class GaussianACT(LeRobotModule):
 
     @property
     def spec(self) -> PolicySpec:
-        """Inputs and outputs; a decision has one step with a log-probability."""
+        """Inputs and outputs; an action chunk has one step with a log-probability."""
         inner: Any = self.policy
         return replace(self.reader.spec, prediction=inner.config.chunk_size, scored_steps=1)
 
@@ -78,7 +78,7 @@ class GaussianACT(LeRobotModule):
 
     @property
     def caches_condition(self) -> bool:
-        """Whether decisions cache the features of the image backbone: it exists and is frozen."""
+        """Whether policy calls cache the features of the image backbone: it exists and is frozen."""
         inner: Any = self.policy
         backbone = getattr(inner.model, "backbone", None)
         return self.tuning.cache_encoder_outputs and backbone is not None and not _learns(backbone)
@@ -87,7 +87,8 @@ class GaussianACT(LeRobotModule):
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Return a decision for every row; latents: "actions" [B, C, A], the sampled normalised actions.
+        """Return a `Decision`, with one action chunk per row; latents: "actions" [B, C, A], the sampled normalised
+        actions.
 
         deterministic: LeRobot's own chunk, without log-probability: mask is False and logp zero. With cameras and a
         frozen backbone, latents also contain the image features; with `record_means`, "mean" [B, 1, C, A]. Raises
@@ -107,7 +108,7 @@ class GaussianACT(LeRobotModule):
     def predict(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Tensor:
-        """Return all P predicted steps of a decision, [B, P, A] in world units and within bounds; `act` executes C.
+        """Return all P predicted steps of a policy call, [B, P, A] in world units and within bounds; `act` executes C.
 
         Steps beyond C have no noise; random draws and errors are those of `act`.
         """
@@ -144,7 +145,7 @@ class GaussianACT(LeRobotModule):
         return Scores(logp, entropy, {"mean": normal.mean[:, None], "std": normal.std[None, None]})
 
     def describe_steps(self) -> dict[str, Any]:
-        """See `core.steps.DescribesSteps`; the exploration std is not included."""
+        """Implement `core.steps.DescribesSteps.describe_steps`; the exploration std is not included."""
         action = self.spec.action.size
         description = {"kind": "one Gaussian around a chunk", "executed steps": self.spec.chunk}
         return description | stood_for(self.executed, action, self.action_low.device)

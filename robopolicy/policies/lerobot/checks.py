@@ -241,7 +241,7 @@ def _compared(
     """
     expected, done = str(mapping.get(_type_of(feature), AS_IT_IS)), _way(steps, name)
     if done == AS_IT_IS and expected != AS_IT_IS:
-        has = "leaves it unchanged" if steps else "has no step that does"
+        has = "leaves it unchanged" if steps else "does not normalise it"
         raise CheckpointError(
             f"{folder / 'config.json'} normalises '{name}' by {expected} (normalization_mapping), but {file} {has}. "
             f"{_SAVED_TOGETHER}"

@@ -59,8 +59,7 @@ class LeRobotTuning:
     exploration_std: Positive = 0.1
     """act, which has no noise of its own: initial standard deviation of exploration for each action element."""
     learn_std: bool = True
-    """Whether std is trained (act); the trained value is saved with the checkpoint and used on resuming.
-    """
+    """Whether exploration_std is trained (act); the trained value is saved with the checkpoint and used on resuming."""
     temperature: Positive = 1.0
     """pi0_fast, which generates tokens: sampling temperature of exploration, by which logits are divided."""
     cache_encoder_outputs: bool = True
@@ -101,7 +100,7 @@ class LeRobotStart:
     began_elsewhere: ClassVar[bool] = True
 
     def reach(self) -> Reach:
-        """See `SaysReach`; raises ConfigError without a folder, CheckpointError when it is not a LeRobot checkpoint."""
+        """Implement `SaysReach.reach`; raises ConfigError without a folder, CheckpointError for another checkpoint."""
         path = recover_folder(folder_of(self)) / "config.json"
         with reading(path, failure=CheckpointError):
             return _reach_in(read_object(path))

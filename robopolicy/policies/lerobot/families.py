@@ -45,7 +45,7 @@ class Family(Protocol):
 
     @property
     def steps_setting(self) -> str:
-        """See the class."""
+        """Name of the setting with the number of denoising steps; see the class."""
         ...
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class SeveralAtOnce(Protocol):
         ...
 
     def pays(self, x: Tensor, condition: Condition) -> bool:
-        """Whether that is faster than copying the condition, for x [N, k, P, L]."""
+        """Whether `denoise_several` is faster than copying the condition, for x [N, k, P, L]."""
         ...
 
 
@@ -152,7 +152,7 @@ class Prefixed(Squared):
         return self.model.sample_time(count, torch.device("cpu"))
 
     def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
-        """See `Family`."""
+        """Implement `Family.schedule`."""
         return make_schedule(config)
 
     def pays(self, x: Tensor, condition: Condition) -> bool:
@@ -173,11 +173,11 @@ class SmolVLA(Prefixed):
     steps_setting = "num_steps"
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
-        """See `Family`."""
+        """Implement `Family.chain`."""
         return flow_chain(self.config, self.config.num_steps, tuning)
 
     def read(self, frames: Sequence[Batch]) -> Condition:
-        """See `Family`. Texts are padded to one length, so that the conditions of all decisions can be stacked."""
+        """Implement `Family.read`. Texts are padded to one length, so that conditions can be stacked."""
         from lerobot.policies.common.vla_utils import make_att_2d_masks
 
         batch = dict(frames[-1])
@@ -207,7 +207,7 @@ class SmolVLA(Prefixed):
         return self._predicted(after, x)
 
     def denoising_modules(self) -> list[nn.Module]:
-        """See `Family`."""
+        """Implement `Family.denoising_modules`."""
         model = self.model
         return [
             model.vlm_with_expert.lm_expert,
@@ -228,11 +228,11 @@ class Pi(Prefixed):
         self.reads_state_apart = self.config.type == "pi0"
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
-        """See `Family`."""
+        """Implement `Family.chain`."""
         return flow_chain(self.config, self.config.num_inference_steps, tuning)
 
     def read(self, frames: Sequence[Batch]) -> Condition:
-        """See `Family`."""
+        """Implement `Family.read`."""
         from lerobot.policies.common.vla_utils import make_att_2d_masks, prepare_attention_masks_4d
 
         batch, joint = frames[-1], self.model.paligemma_with_expert
@@ -252,7 +252,7 @@ class Pi(Prefixed):
         return self.model.denoise_step(*state, condition[MASK], _cache(condition), x, time)
 
     def denoising_modules(self) -> list[nn.Module]:
-        """See `Family`. The expert's language head is not used."""
+        """Implement `Family.denoising_modules`. The expert's language head is not used."""
         model = self.model
         modules = [model.paligemma_with_expert.gemma_expert.model, model.action_in_proj, model.action_out_proj]
         if self.reads_state_apart:
@@ -299,11 +299,11 @@ class Diffusion(Squared):
         self.first_step: int = self.config.n_obs_steps - 1
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
-        """See `Family`."""
+        """Implement `Family.chain`."""
         return _diffusion_chain(self.config, self.model.num_inference_steps)
 
     def read(self, frames: Sequence[Batch]) -> Condition:
-        """See `Family`."""
+        """Implement `Family.read`."""
         return {CONDITION: self.model._prepare_global_conditioning(_history(frames))}
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
@@ -311,7 +311,7 @@ class Diffusion(Squared):
         return self.model.unet(x, _index(time, self.config), global_cond=condition[CONDITION])
 
     def denoising_modules(self) -> list[nn.Module]:
-        """See `Family`."""
+        """Implement `Family.denoising_modules`."""
         return [self.model.unet]
 
     def draw_levels(self, count: int) -> Tensor:
@@ -319,7 +319,7 @@ class Diffusion(Squared):
         return torch.randint(self.config.num_train_timesteps, (count,))
 
     def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
-        """See `Family`."""
+        """Implement `Family.schedule`."""
         return _diffusion_schedule(self.config, config)
 
 
@@ -340,13 +340,13 @@ class MultiTaskDiT(Squared):
         self.steps_setting = "" if self.config.is_diffusion else "num_integration_steps"
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
-        """See `Family`."""
+        """Implement `Family.chain`."""
         if self.config.is_diffusion:
             return _diffusion_chain(self.config, self.policy.objective.num_inference_steps)
         return flow_chain(self.config, self.config.num_integration_steps, tuning)
 
     def read(self, frames: Sequence[Batch]) -> Condition:
-        """See `Family`."""
+        """Implement `Family.read`."""
         return {CONDITION: self.policy.observation_encoder.encode(_history(frames))}
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
@@ -356,7 +356,7 @@ class MultiTaskDiT(Squared):
         return -self.policy.noise_predictor(x, 1 - time, condition[CONDITION])
 
     def denoising_modules(self) -> list[nn.Module]:
-        """See `Family`."""
+        """Implement `Family.denoising_modules`."""
         return [self.policy.noise_predictor]
 
     def draw_levels(self, count: int) -> Tensor:
@@ -366,7 +366,7 @@ class MultiTaskDiT(Squared):
         return 1 - self.policy.objective._sample_timesteps(count, torch.device("cpu"))
 
     def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
-        """See `Family`."""
+        """Implement `Family.schedule`."""
         return _diffusion_schedule(self.config, config) if self.config.is_diffusion else make_schedule(config)
 
 
@@ -392,13 +392,13 @@ class XVLA:
         self.latent_size: int = 2 * self.model.dim_action
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
-        """See `Family`. Raises ConfigError for noise types that require velocities."""
+        """Implement `Family.chain`. Raises ConfigError for noise types that require velocities."""
         if tuning.flow_noise is FlowNoise.SDE:
             raise ConfigError("flow_noise=sde corrects a velocity, and X-VLA has none: set flow_noise=constant.")
         return flow_chain(self.config, self.config.num_denoising_steps, tuning)
 
     def read(self, frames: Sequence[Batch]) -> Condition:
-        """See `Family`."""
+        """Implement `Family.read`."""
         inputs = self.policy._build_model_inputs(dict(frames[-1]))
         images = inputs["image_input"].to(self._dtype)
         features = self.model.forward_vlm(inputs["input_ids"], images, inputs["image_mask"])
@@ -425,7 +425,7 @@ class XVLA:
         return torch.cat([estimate.to(x.dtype), x.chunk(2, -1)[1]], -1)
 
     def denoising_modules(self) -> list[nn.Module]:
-        """See `Family`."""
+        """Implement `Family.denoising_modules`."""
         return [self.model.transformer]
 
     def draw_levels(self, count: int) -> Tensor:
@@ -437,7 +437,7 @@ class XVLA:
         return spread[torch.randperm(count)]
 
     def schedule(self, config: DenoisingPolicyConfig) -> EstimateSchedule:
-        """See `Family`."""
+        """Implement `Family.schedule`."""
         explores = config.flow_noise is not FlowNoise.ODE
         level = max(config.flow_noise_level, config.min_sampling_std) if explores else 0.0
         return EstimateSchedule(config.sampling_steps, level)

@@ -16,27 +16,27 @@ class LeRobotFormat(ForeignFormat):
     from_shapes = True
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """See `ForeignFormat`; unsupported types also count as LeRobot's."""
+        """Implement `ForeignFormat.recognises`; unsupported types also count as LeRobot's."""
         return "type" in checkpoint.description
 
     def load(self, folder: Path, device: torch.device | str = "cpu", *, weights: bool = True) -> Policy:
-        """See `ForeignFormat`; raises as `load_lerobot_policy`."""
+        """Implement `ForeignFormat.load`; raises as `load_lerobot_policy`."""
         from robopolicy.policies.lerobot.acting import load_lerobot_policy  # with torch's networks, which takes seconds
 
         return load_lerobot_policy(folder, device, weights=weights)
 
     def weights_bytes(self, folder: Path) -> int:
-        """See `ForeignFormat`; raises CheckpointError when the weights file is damaged."""
+        """Implement `ForeignFormat.weights_bytes`; raises CheckpointError when the weights file is damaged."""
         from robopolicy.policies.lerobot.reading import weights_bytes
 
         return weights_bytes(folder)
 
     def require_memory(self, folder: Path, device: torch.device, copies: int = 1) -> None:
-        """See `ForeignFormat`; raises CheckpointError when the weights file is damaged."""
+        """Implement `ForeignFormat.require_memory`; raises CheckpointError when the weights file is damaged."""
         from robopolicy.policies.lerobot.reading import require_memory
 
         require_memory(folder, device, copies)
 
     def how_to_train(self, folder: Path) -> str:
-        """See `ForeignFormat`."""
+        """Implement `ForeignFormat.how_to_train`."""
         return f"use policy.kind=lerobot policy.path={folder} instead of train.policy."

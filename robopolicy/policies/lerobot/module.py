@@ -52,7 +52,7 @@ class LeRobotModule(nn.Module):
         return True
 
     def mapping_for(self, world: WorldSpec) -> str:
-        """See `abilities.MapsFeatures`."""
+        """Implement `abilities.MapsFeatures.mapping_for`."""
         return self.reader.mapping_for(world)
 
     def train(self, mode: bool = True) -> Self:

@@ -81,7 +81,7 @@ class FastTokens(LeRobotModule):
 
     @property
     def caches_condition(self) -> bool:
-        """Whether decisions cache the embedded images: the image encoder is frozen."""
+        """Whether policy calls cache the embedded images: the image encoder is frozen."""
         return self.tuning.cache_encoder_outputs and not any(
             weight.requires_grad for weight in self.encoder_parameters()
         )
@@ -90,7 +90,7 @@ class FastTokens(LeRobotModule):
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Return a decision for every row; latents: "tokens" [B, K] int64, 0 after the end.
+        """Return a `Decision`, with one action chunk per row; latents: "tokens" [B, K] int64, 0 after the end.
 
         deterministic: greedy decoding, as in LeRobot at temperature 0, without log-probabilities: mask is False and
         logp zero. While the image encoder is frozen, latents also contain the embedded images and the prompt. Raises
@@ -138,7 +138,7 @@ class FastTokens(LeRobotModule):
         return scores
 
     def describe_steps(self) -> dict[str, Any]:
-        """See `core.steps.DescribesSteps`; the exploration temperature is not included."""
+        """Implement `core.steps.DescribesSteps.describe_steps`; the exploration temperature is not included."""
         chunk, action = self.spec.chunk, self.spec.action.size
         probe = stood_for(self.executed, action, self.action_low.device)
         # A wave that is the same one in every policy's normalised actions: how it is said is vocabulary and tokenizer.
@@ -300,8 +300,8 @@ class FastTokens(LeRobotModule):
         raise ConfigError("The policy's preprocessor has no action tokenizer, which imitation needs.")
 
     def _reader(self) -> Any:
-        """Return a shallow copy of the model that uses embedded images, so that the image encoder runs once per
-        decision.
+        """Return a shallow copy of the model that uses embedded images, so that the image encoder runs once per policy
+        call.
         """
         inner: Any = self.policy
         model, joint = copy.copy(inner.model), copy.copy(inner.model.paligemma_with_expert)

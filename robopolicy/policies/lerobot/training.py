@@ -242,12 +242,13 @@ class LeRobotNetwork(LeRobotModule):
             return self.family.draw_levels(count)
 
     def why_always_as_many(self) -> str:
-        """Return why LeRobot cannot take fewer steps with such weights, "" where it can; see `OwnLatents`."""
+        """Return the reason why LeRobot cannot take fewer steps with these weights, "" if it can; see `OwnLatents`."""
         inner: Any = self.policy
         return why_as_many_steps(inner, self.family.steps_setting)
 
     def of_steps(self, steps: int) -> Self:
-        """Return a copy whose config says `steps`, so that LeRobot takes as many; see `OwnLatents`.
+        """Return a copy with `steps` denoising steps in its config, the number that LeRobot then takes; see
+        `OwnLatents`.
 
         Raises ConfigError when LeRobot's sampler cannot reproduce the copy's decisions.
         """
@@ -305,7 +306,7 @@ class FrozenTwin(nn.Module):
             self.register_buffer(f"weight_{index}", weight)
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
-        """See `DenoisingNetwork`."""
+        """Implement `DenoisingNetwork.encode`."""
         # The copies take the places of the network's weights during this call alone.
         return functional_call(self._shared[0], self.named_weights(), ("encode", observation))
 

@@ -139,7 +139,7 @@ class TokenPolicy(nn.Module):
 
     @property
     def reads_instructions(self) -> bool:
-        """Whether decisions depend on the instruction."""
+        """Whether actions depend on the instruction."""
         return True
 
     @property
@@ -162,7 +162,8 @@ class TokenPolicy(nn.Module):
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Return a decision for every row; latents: "tokens" [B, K] int64, and in masked decoding "order" [B, K] int64.
+        """Return a `Decision`, with one action chunk per row; latents: "tokens" [B, K] int64, and in masked decoding
+        "order" [B, K] int64.
 
         deterministic: the most likely token each time, without log-probabilities: mask is False and logp zero. Raises
         SpecError or NonFiniteError on an invalid observation or unknown words, and NonFiniteError rather than returning
@@ -245,7 +246,7 @@ class TokenPolicy(nn.Module):
         return self.decoding.told(tokens, generator)
 
     def describe_steps(self) -> dict[str, Any]:
-        """See `core.steps.DescribesSteps`; the exploration temperature is not included."""
+        """Implement `core.steps.DescribesSteps.describe_steps`; the exploration temperature is not included."""
         token, tokenizer = self.config.token, self.action_tokens
         masked = isinstance(self.decoding, MaskedDecoding)
         return {
@@ -323,7 +324,7 @@ class TokenPolicy(nn.Module):
             self.language.freeze_vision()
 
     def merge_lora(self) -> None:
-        """Merge the adapters of `add_lora` into the weights; decisions are unchanged up to rounding.
+        """Merge the adapters of `add_lora` into the weights; actions are unchanged up to rounding.
 
         Raises ConfigError if there are none.
         """

@@ -162,7 +162,7 @@ class Cql(Sac):
     config: CqlConfig
 
     def begin(self, data: Transitions) -> None:
-        """See `OfflineAgent`; raises DataError for Cal-QL if no outcome [N] is known."""
+        """Implement `OfflineAgent.begin`; raises DataError for Cal-QL if no outcome [N] is known."""
         super().begin(data)
         if self.config.calibrated and not bool(recorded_outcome(data).isfinite().any()):
             raise DataError("Cal-QL needs recorded returns, but a time limit truncated every episode: use CQL.")

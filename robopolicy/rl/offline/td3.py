@@ -173,7 +173,7 @@ class ReBrac(Td3):
         self.start_small(seed)
 
     def begin(self, data: Transitions) -> None:
-        """See `OfflineAgent`; raises DataError if no transition has a known next action, [N, A]."""
+        """Implement `OfflineAgent.begin`; raises DataError if no transition has a known next action, [N, A]."""
         super().begin(data)
         goes_on = ~data.terminated
         if self.config.beta_critic and bool(goes_on.any()) and not bool((goes_on & followed(data)[1]).any()):

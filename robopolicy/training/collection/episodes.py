@@ -1,4 +1,5 @@
-"""Playing in turns with learning: groups of whole episodes with the same start, or streams that go on over their ends.
+"""Collection alternating with learning: groups of complete episodes with the same initial state, or streams that
+continue across episode ends.
 
 Groups are for algorithms that compare outcomes, streams for those with a critic.
 """

@@ -71,7 +71,7 @@ class StoredPairs:
         """Do nothing; no episode is running."""
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing; no background work exists."""
 
     def tree(self) -> dict[str, Any]:
         """Return an empty tree; the stored pairs do not change."""

@@ -1,4 +1,4 @@
-"""Improvers that leave the policy frozen: DSRL steers its noise, IDQL chooses among its decisions.
+"""Improvers that leave the policy frozen: DSRL steers its noise, IDQL selects among its action chunks.
 
 DSRL, Wagenmaker et al. 2025, arXiv:2506.15799 (noise-aliased, DSRL-NA). A critic of actions, Q(s, a), is fitted to what
 was recorded. What the frozen policy makes of noise w is pi(s, w), so Q^W(s, w) = Q(s, pi(s, w)) is known wherever it is
@@ -31,7 +31,7 @@ from robopolicy.training.offline.improvers import Lesson, chosen_decisions
 
 
 class Dsrl:
-    """See `DsrlConfig`."""
+    """Improver with the settings `DsrlConfig`, which describes the method."""
 
     def __init__(self, config: DsrlConfig):
         self.config = config
@@ -147,7 +147,7 @@ LOOKED_AT = 1024
 
 
 class Idql:
-    """See `IdqlConfig`."""
+    """Improver with the settings `IdqlConfig`, which describes the method."""
 
     def __init__(self, config: IdqlConfig):
         self.config = config

@@ -41,7 +41,7 @@ Slope = Callable[[Tensor], Tensor]
 
 
 class AdjointMatching:
-    """See `AdjointMatchingConfig`."""
+    """Improver with the settings `AdjointMatchingConfig`, which describes the method."""
 
     def __init__(self, config: AdjointMatchingConfig):
         self.config = config
@@ -195,7 +195,7 @@ def gains(times: Tensor) -> Tensor:
 
 
 class DiffusionQl:
-    """See `DiffusionQlConfig`."""
+    """Improver with the settings `DiffusionQlConfig`, which describes the method."""
 
     def __init__(self, config: DiffusionQlConfig):
         self.config = config

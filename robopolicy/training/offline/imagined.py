@@ -14,7 +14,7 @@ from robopolicy.training.offline.improvers import Lesson
 
 
 class ImaginedPpo:
-    """See `ImaginedPpoConfig`."""
+    """Improver with the settings `ImaginedPpoConfig`, which describes the method."""
 
     def __init__(self, config: ImaginedPpoConfig):
         self.config = config

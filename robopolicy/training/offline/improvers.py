@@ -106,7 +106,7 @@ class Wraps(Protocol):
 
 
 class ChainPpo:
-    """See `ChainPpoConfig`.
+    """Improver with the settings `ChainPpoConfig`, which describes the method.
 
     Deviations from RL-100: each optimiser step uses all steps with log-probabilities of a minibatch together, not one
     denoising step; neither learning rate nor clip width decays within a round.
@@ -199,7 +199,7 @@ def decided_anew(policy: Trainable, lesson: Lesson, count: int, generators: Gene
 
 
 class WeightedImitation:
-    """See `WeightedImitationConfig`."""
+    """Improver with the settings `WeightedImitationConfig`, which describes the method."""
 
     def __init__(self, config: WeightedImitationConfig):
         self.config = config
@@ -219,7 +219,7 @@ class WeightedImitation:
 
 
 class BestOf:
-    """See `BestOfConfig`."""
+    """Improver with the settings `BestOfConfig`, which describes the method."""
 
     def __init__(self, config: BestOfConfig):
         self.config = config

@@ -26,7 +26,7 @@ from robopolicy.training.offline.improvers import Lesson, imitate
 
 
 class Recap:
-    """See `RecapConfig`."""
+    """Improver with the settings `RecapConfig`, which describes the method."""
 
     def __init__(self, config: RecapConfig):
         self.config = config
@@ -71,7 +71,7 @@ def network_to_tell(policy: Trainable) -> AdvantageConditioned:
 
 
 class FilteredImitation:
-    """See `FilteredImitationConfig`."""
+    """Improver with the settings `FilteredImitationConfig`, which describes the method."""
 
     def __init__(self, config: FilteredImitationConfig):
         self.config = config

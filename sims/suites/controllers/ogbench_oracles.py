@@ -407,7 +407,7 @@ SLIDES = (("drawer_pos", DRAWER), ("window_pos", WINDOW))
 
 @contextlib.contextmanager
 def drawing(generator: np.random.Generator) -> Iterator[None]:
-    """Make oracles use our own generator: they use numpy's global one, which is restored afterwards."""
+    """Make oracles use a separate generator instead of numpy's global one, which is restored afterwards."""
     before = np.random.get_state()  # noqa: NPY002
     np.random.seed(int(generator.integers(2**32)))  # noqa: NPY002
     try:
