@@ -38,7 +38,7 @@ class NamedController:
             raise self._said("begin", error) from error
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return its actions [B, A] for an observation [B, H, ...]; raises ConfigError when it raises."""
+        """Return the controller's actions [B, A] for an observation [B, H, ...]; raises ConfigError when it raises."""
         try:
             return self.inner.act(observation)
         except Exception as error:

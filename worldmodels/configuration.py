@@ -116,8 +116,8 @@ class LatentEnsembleConfig:
     RENAMED: ClassVar[Mapping[str, str]] = {"encoder_share": "encoder_step_ratio"}
 
     encoder: Path | None = None
-    """Checkpoint of a latent_ensemble whose encoder is reused, for policies that read it: a second model on the same
-    latent can evaluate what was learned in the first, or use more data. null trains a new encoder.
+    """Checkpoint of a latent_ensemble whose encoder is reused. A second model on the same latent can evaluate policies
+    that were trained in the first, or use more data. null trains a new encoder.
     """
     features: Count = 32
     """Number of features per camera frame."""

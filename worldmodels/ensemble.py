@@ -189,8 +189,8 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
 
     @torch.no_grad()
     def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
-        """Advance every row by T steps, each with a random member; success terminates the episode when the spec says
-        so.
+        """Advance every row by T steps, each with a random member; success terminates the episode if the spec ends
+        episodes at success.
 
         actions: [B, T, A], in the world's units. The uncertainty [B] is in standard deviations of a step's change. Only
         the next state depends on the previous one; rewards, success and uncertainty of all steps are computed together.

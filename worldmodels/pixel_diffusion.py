@@ -285,8 +285,8 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
 
     @torch.no_grad()
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Advance every row by one frame sampled from its own noise; success terminates the episode when the spec says
-        so.
+        """Advance every row by one frame sampled from its own noise; success terminates the episode if the spec ends
+        episodes at success.
 
         actions: [B, A], in the world's units; the next latent has the shapes of that from `initial`.
         """

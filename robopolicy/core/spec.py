@@ -148,7 +148,7 @@ class WorldSpec:
 
     @property
     def goals(self) -> tuple[str, ...]:
-        """The distinct tasks of its instructions in plain wording, in the order of the instructions."""
+        """The distinct tasks of the world's instructions in plain wording, in the order of the instructions."""
         return tuple(dict.fromkeys(map(self.meaning, self.instructions)))
 
     def meaning(self, text: str) -> str:

@@ -128,7 +128,7 @@ def end(folder: Path, state: str = FINISHED) -> None:
 
 @contextmanager
 def ending() -> Generator[None, None, None]:
-    """When an exception passes, mark all open runs as ended by it."""
+    """Mark all open runs as ended by an exception when one passes."""
     try:
         yield
     except BaseException as error:

@@ -127,7 +127,7 @@ def _imitation(error: float, success: float | None) -> Finding:
 
 
 def _action_normalizer_fits(policy: Policy, actions: Tensor) -> bool:
-    """Whether a policy exposes an action normaliser that fits actions [n, A], so that their scale is its own."""
+    """Whether a policy exposes an action normaliser that fits actions [n, A], so that both have the same scale."""
     normalizer = policy.normalizers().get(ACTION) if isinstance(policy, ShowsNormalizers) else None
     if normalizer is None or normalizer.mode is NormalizationMode.IDENTITY:
         return False

@@ -170,7 +170,7 @@ class WaitingPolicy:
 
     @property
     def seams(self) -> tuple[int, ...]:
-        """Positions at which it stops and continues."""
+        """Positions in a chunk at which the robot stops and continues."""
         return (0, self.delay.steps) if self.delay.steps else (0,)
 
     def act(

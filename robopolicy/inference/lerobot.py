@@ -34,7 +34,7 @@ class AtWork(Protocol):
     """A network bound to B observations."""
 
     def __call__(self, x: Tensor, index: int, blocks: Blocks = fresh) -> Tensor:
-        """Return its prediction [B, T, A] for latents x [B, T, A] at time index `index`."""
+        """Return the network's prediction [B, T, A] for latents x [B, T, A] at time index `index`."""
         ...
 
 

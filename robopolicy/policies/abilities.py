@@ -25,7 +25,9 @@ class Tunable(BecomesTrainable, Protocol):
         ...
 
     def to_trainable_by(self, tuning: LeRobotTuning) -> Trainable:
-        """Return a trainable policy over its weights with these settings; ConfigError if a setting does not apply."""
+        """Return a trainable policy over this policy's weights with these settings; ConfigError if a setting does not
+        apply.
+        """
         ...
 
 
@@ -72,8 +74,8 @@ class LearnsPast(Protocol):
 
     @property
     def past_steps(self) -> int:
-        """Number of steps before the first executed one; `loss` reads them from the batch as "past" [N, steps, A] with
-        "past_valid" [N, steps].
+        """Number of predicted steps before the first executed one; `loss` reads them from the batch as "past" [N,
+        steps, A] with "past_valid" [N, steps].
         """
         ...
 
@@ -107,10 +109,12 @@ class Denoises(Policy, Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Device of its weights."""
+        """Device of the policy's weights."""
         ...
 
     @property
     def own_schedule(self) -> Schedule | None:
-        """Schedule of its denoising steps; None for another library's chain, where only block caches are supported."""
+        """Schedule of the policy's denoising steps; None for another library's chain, where only block caches are
+        supported.
+        """
         ...

@@ -40,7 +40,7 @@ class Describes(Weights, Protocol):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        """Instructions that it supports."""
+        """Instructions that the policy supports."""
         ...
 
 

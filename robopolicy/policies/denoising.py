@@ -181,7 +181,7 @@ class DenoisingPolicy(nn.Module):
 
     @property
     def own_schedule(self) -> Schedule:
-        """Schedule of its denoising steps; see `abilities.Denoises`."""
+        """Schedule of the policy's denoising steps; see `abilities.Denoises`."""
         return self.schedule
 
     @property
@@ -191,7 +191,7 @@ class DenoisingPolicy(nn.Module):
 
     @property
     def began_elsewhere(self) -> bool:
-        """Whether its network was pretrained elsewhere; see `abilities.BeganElsewhere`."""
+        """Whether the policy's network was pretrained elsewhere; see `abilities.BeganElsewhere`."""
         return began_elsewhere(self.network)
 
     def mapping_for(self, world: WorldSpec) -> str:

@@ -46,7 +46,7 @@ class ForeignFormat(ABC):
         """
 
     def weights_bytes(self, folder: Path) -> int:
-        """Return the memory of its weights in bytes."""
+        """Return the memory of the policy's weights in bytes."""
         return bytes_of_files(folder)
 
     def require_memory(self, folder: Path, device: torch.device, copies: int = 1) -> None:

@@ -23,12 +23,12 @@ class ShowsRanges(Protocol):
     """A policy that stores its data statistics in a format other than robopolicy's normalisers."""
 
     def known_ranges(self) -> Ranges:
-        """Return the data ranges of its input vectors, for the keys that it stores."""
+        """Return the data ranges of the policy's input vectors, for the keys that the policy stores."""
         ...
 
 
 def known_ranges(policy: Policy) -> Ranges:
-    """Return the training data ranges of a policy's input vectors, for the keys that it stores.
+    """Return the training data ranges of a policy's input vectors, for the keys that the policy stores.
 
     For an engine or a wrapping policy, the ranges of the inner policy.
     """

@@ -43,12 +43,12 @@ class Part:
     options: Mapping[str, Any]
 
     def bound(self) -> Callable[..., Any]:
-        """Return its function or class with bound options; imports its module."""
+        """Return the mechanism's function or class with bound options; imports its module."""
         return partial(self.entry.function, **self.options)
 
     @property
     def file(self) -> str:
-        """Path of its source file, relative to the folder that contains its package."""
+        """Path of the mechanism's source file, relative to the folder that contains its package."""
         return self.entry.path.partition(":")[0].replace(".", "/") + ".py"
 
 

@@ -252,7 +252,7 @@ class Mechanism:
 
     @property
     def line(self) -> str:
-        """First sentence of its docstring."""
+        """First sentence of the mechanism's docstring."""
         return " ".join(self.text.split("\n\n")[0].split())
 
 

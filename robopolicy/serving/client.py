@@ -135,7 +135,7 @@ class Proxy:
     host: str
 
     def __str__(self) -> str:
-        """Return its URL without credentials, and the setting that defines it."""
+        """Return the proxy's URL without credentials, and the setting that defines it."""
         scheme, _, host_part = self.url.partition("://")
         return f"the proxy {scheme}://{host_part.rpartition('@')[2]} from {self.setting}"
 

@@ -231,7 +231,7 @@ def check_observation(world: World, observation: Observation) -> None:
 
 def check_bad_actions(make_world: MakeWorld, seeds: Array, chunk: int, deterministic: bool, tolerance: float) -> None:
     """Check that wrong shapes and non-finite actions are rejected without changing the world, and out-of-range values
-    clipped if the spec says so.
+    are clipped if the spec clips actions.
 
     seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the violated
     requirement.

@@ -79,7 +79,7 @@ def check_world_model(
 
 
 def module(model: LearnedModel | Regression) -> nn.Module:
-    """Return a model, or the trained part of one of its stages, as nn.Module, which it must be."""
+    """Return a model, or the trained part of one of its stages, as nn.Module; raises AssertionError if it is none."""
     _promise(model, isinstance(model, nn.Module), "the model is a torch.nn.Module")
     assert isinstance(model, nn.Module)
     return model

@@ -99,7 +99,9 @@ class Worlds:
     real: World
 
     def in_reality(self, policy: Policy) -> Policy:
-        """Return `policy` as it acts in the real world: behind the model's encoder if the model has no decoder."""
+        """Return the form of `policy` that acts in the real environment: with the model's encoder in front if the model
+        has no decoder.
+        """
         return behind(self.imagined.model, policy)
 
     def close(self) -> None:

@@ -319,7 +319,7 @@ def _written(value: object) -> str:
 
 
 def composed(stage: Mapping[str, Any]) -> Config:
-    """Return the configuration of a stage, which is that of its command."""
+    """Return the configuration of a stage, as composed from the command line of the stage."""
     return compose(list(stage["settings"]), sections=declaration(stage["verb"]).sections)
 
 

@@ -233,7 +233,7 @@ class Judged(Standardised):
     def judged(
         self, heads: LatentHeads, inputs: Tensor, observation: Mapping[str, Tensor], uncertainty: Tensor
     ) -> Imagined:
-        """Build one imagined step; success terminates the episode when the spec says so.
+        """Build one imagined step; success terminates the episode if the spec ends episodes at success.
 
         inputs: [B, F], inputs of the heads; observation: key -> [B, *shape]; uncertainty: [B]. Rewards are returned in
         the world's units.

@@ -256,7 +256,7 @@ class FrameReader(Judged):
         return after, inputs, readout.heads.disagreement(past, standard_state, standard_action)
 
     def imagined(self, frame: Tensor, after: Tensor, inputs: Tensor, uncertainty: Tensor) -> Imagined:
-        """Build one imagined step; success terminates the episode when the spec says so.
+        """Build one imagined step; success terminates the episode if the spec ends episodes at success.
 
         frame: uint8 [B, height, width, 3], all cameras stacked in height; after: [B, V], in the world's units; inputs,
         uncertainty: outputs of `read`, [B, F + 2 V] and [B]. Rewards are returned in the world's units.

@@ -292,7 +292,8 @@ class RssmModel(Described[RssmConfig], Judged):
 
     @torch.no_grad()
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Advance every row with a sample of the prior; success terminates the episode when the spec says so.
+        """Advance every row with a sample of the prior; success terminates the episode if the spec ends episodes at
+        success.
 
         actions: [B, A], in the world's units; the next latent has the shapes of that from `initial`.
         """

@@ -159,8 +159,8 @@ class DynamicsStage(nn.Module):
         return {"latents": (error * subsequence.valid).sum(1) * rows / subsequence.valid.sum().clamp_min(1)}
 
     def _degraded(self, subsequence: Subsequence, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return history, its actions and its poses; in some rows they are replaced by predictions or collapsed to the
-        current frame.
+        """Return the history frames with their actions and poses; in some rows the frames are replaced by predictions
+        or collapsed to the current frame.
         """
         config, history = self.config, subsequence.history
         count = history.shape[1]

@@ -57,7 +57,7 @@ class LeRobotTuning:
     noisy_steps: Count | None = None
     """Number of random denoising steps per action chunk that have noise and a log-probability, null for all."""
     exploration_std: Positive = 0.1
-    """act, which has no noise of its own: initial standard deviation of exploration for each action element."""
+    """act policies, which have no noise: initial standard deviation of exploration for each action element."""
     learn_std: bool = True
     """Whether exploration_std is trained (act); the trained value is saved with the checkpoint and used on resuming."""
     temperature: Positive = 1.0

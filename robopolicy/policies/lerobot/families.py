@@ -49,7 +49,7 @@ class Family(Protocol):
         ...
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
-        """Return the `DenoisingPolicyConfig` entries for its chunks and its chain."""
+        """Return the `DenoisingPolicyConfig` entries for the policy's chunks and its chain."""
         ...
 
     def read(self, frames: Sequence[Batch]) -> Condition:

@@ -127,7 +127,7 @@ class LeRobotReader:
 
     @property
     def device(self) -> torch.device:
-        """Device of its weights."""
+        """Device of the policy's weights."""
         return next(self.policy.parameters()).device
 
     def frames(self, observation: TensorObservation) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ class Interface:
         return Interface(spec.observation, spec.action, chunk=chunk, instructions=spec.instructions)
 
     def to_json(self) -> dict[str, Any]:
-        """Return its arguments except the features as JSON; the number of features is included."""
+        """Return the interface's arguments except the features as JSON; the number of features is included."""
         return {
             "observation": {key: field.to_json() for key, field in self.fields.items()},
             "action": self.action.to_json(),

@@ -356,7 +356,9 @@ class GuidedConfig:
     episodes: Count = 1024
     """Number of generated episodes."""
     guidance: NonNegative = 1.0
-    """Strength of the guidance of their actions towards the policy's; 0 leaves them like the recorded ones."""
+    """Strength of the guidance of generated actions towards the policy's; 0 leaves them distributed like the recorded
+    ones.
+    """
     length: Count = 16
     """Number of steps per generated episode, a multiple of 2; recorded episodes must be at least as long, or end the
     task.
