@@ -109,12 +109,12 @@ class Rollouts:
 
     @property
     def row_return(self) -> Tensor:
-        """[B]: sum of rewards of each row; in the whole layout, the return of the episode."""
+        """[B]: sum of rewards of each row; if rows are complete episodes, the return of the episode."""
         return self.reward.sum(1)
 
     @property
     def row_success(self) -> Tensor:
-        """[B] bool: the row has succeeded; in the whole layout, the episode's outcome."""
+        """[B] bool: the row has succeeded; if rows are complete episodes, the episode's outcome."""
         return (self.success & self.alive).any(1)
 
     @property

@@ -44,7 +44,7 @@ __all__ = ["read_dataset", "recorded_origin", "write_dataset", "write_parts"]
 
 ORIGIN = f"{SIDECAR}/world.json"
 """File inside a dataset that names the world in which its episodes were recorded."""
-APART = "Write them into a separate dataset."
+APART = "Write the new episodes into a separate dataset."
 QUALITY = f"{SIDECAR}/quality.json"
 """File inside a dataset of a quality level that describes how its episodes were generated."""
 

@@ -219,7 +219,7 @@ def _compare_actions(decided: Tensor, wanted: Tensor, names: tuple[str, ...], fi
             "" if undertrained.all() else f"{listed([f"'{names[i]}'" for i in np.flatnonzero(undertrained)])} "
         )
         times = f"{ratio[undertrained].min():.3g} times"
-        text = f"not trained enough to tell: the policy moves {elements_text}at least {times} less than the data"
+        text = f"not trained enough for this check: the policy moves {elements_text}at least {times} less than the data"
         remedy = "Train longer and test again before changing data or driver."
         findings.append(Finding("order, sign and scale", Health.UNKNOWN, text, remedy))
     if permuted.any():

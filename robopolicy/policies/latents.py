@@ -38,8 +38,8 @@ class Executed:
 class OwnLatents(Protocol):
     """Optional: a network that was trained elsewhere, with its own latents, schedule and error.
 
-    latent_size: elements L of a latent, of which the first A represent the action; first_step: number of predicted steps
-    before the first executed one; keeps_condition: whether policy calls cache the output of a frozen encoder;
+    latent_size: elements L of a latent, of which the first A represent the action; first_step: number of predicted
+    steps before the first executed one; keeps_condition: whether policy calls cache the output of a frozen encoder;
     denoises_actions: whether latents are (padded) normalised actions, not another representation from which actions are
     computed; how_to_explore: settings that add noise to its steps, completing "fine-tune more steps, or ".
     """

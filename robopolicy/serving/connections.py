@@ -66,8 +66,8 @@ class Door:
 
 
 class LimitedConnection(ServerConnection):
-    """A connection that is closed when there are too many, or when its client floods it with pings. After a message
-    that is too large, it first sends an error text, as for every refused request.
+    """A connection that is closed if the server has too many, or if the client sends too many pings. A message that is
+    too large is first answered with an error text, like every refused request.
     """
 
     def __init__(self, *arguments: Any, door: Door, **options: Any):

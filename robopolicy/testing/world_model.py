@@ -278,7 +278,7 @@ def _check_generate(model: ChunkModel, latent: Latent, tolerance: float) -> None
 def _check_observation(model: WorldModel, shown: Mapping[str, Tensor], rows: int, where: str) -> None:
     fields = model.spec.observation
     _promise(
-        model, set(shown) == set(fields), f"{where}: the observation has {', '.join(fields)}; it has {', '.join(shown)}"
+        model, set(shown) == set(fields), f"{where}: the observation has {', '.join(fields)}, not {', '.join(shown)}"
     )
     for key, field in fields.items():
         value = shown[key]

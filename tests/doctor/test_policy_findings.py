@@ -123,7 +123,7 @@ def test_a_policy_that_was_trained_too_little_does_not_accuse_the_data(expert, d
     assert set(problems(policy, data)) == {"imitation"}
     findings = examine_policy(data, policy, torch.Generator().manual_seed(0))
     unknown = {finding.check: finding.measured for finding in findings if finding.health is Health.UNKNOWN}
-    assert "not trained enough to tell: the policy moves at least" in unknown["order, sign and scale"]
+    assert "not trained enough for this check: the policy moves at least" in unknown["order, sign and scale"]
 
 
 def test_a_close_correlation_tells_of_another_scale_unless_the_normaliser_fits(expert, data):

@@ -253,9 +253,7 @@ class AdaptiveHint(_Rates):
         return draws.uniform(size=len(start)) * self.most * (1 - rate) * strength
 
     def observe(self, start: Array, depth: Array, rate: Array) -> None:
-        """Update the rates of initial states [n] from unhinted groups, and from hinted ones scaled by the fraction they
-        played themselves.
-        """
+        """Update the rates of initial states [n]; the success of a group with a hint is scaled by 1 - depth."""
         super().observe(start, np.zeros_like(depth), rate * (1 - depth))
 
 
