@@ -1,4 +1,4 @@
-"""Plots for reports and small panels for benchmarks: one style, colours that all can tell apart, as SVG."""
+"""Plots for reports and small panels for benchmarks: one style, colour-blind-safe colours, as SVG."""
 
 import io
 from collections.abc import Mapping, Sequence

@@ -138,8 +138,8 @@ def shared_in_groups(groups: Sequence[int], surprises: Sequence[float], each: in
 
 
 def moved(before: Mapping[str, Any], after: Mapping[str, Any], still: float = 1e-3) -> Array:
-    """Return the rows whose vector fields changed during a chunk, [B] bool, by `still` of their standard deviation over
-    the rows.
+    """Return the rows whose vector fields changed during a chunk, [B] bool, by more than `still` times their standard
+    deviation over the rows.
 
     before, after: key -> [B, H, ...], of which the newest frames are compared; images are ignored. A stuck robot that
     repeats its actions corresponds to repeated text of a language model.

@@ -226,6 +226,6 @@ class AttachedRobot:
     seconds: Positive = 30.0
     """Duration of an episode of the robot in seconds."""
     robot_timeout: Positive = 1.0
-    """Timeout in seconds of the robot's observations and actions, after which it is stopped."""
+    """Timeout in seconds of the robot's observations and actions, after which the robot is stopped."""
     frozen_camera_timeout: Positive = 1.0
     """Seconds of identical images while the robot moves after which a camera counts as frozen."""

@@ -273,10 +273,10 @@ def _check_training(policy: Trainable, observation: TensorObservation) -> None:
     parameter_ids = {id(parameter) for parameter in policy.parameters()}
     assert parameters, "trainable_parameters() is empty"
     assert all(id(item) in parameter_ids for item in parameters), (
-        "trainable_parameters() contains one that is not among parameters()"
+        "trainable_parameters() contains a tensor that is not among parameters()"
     )
     assert all(item.requires_grad for item in parameters), (
-        "trainable_parameters() contains one that does not require gradients"
+        "trainable_parameters() contains a tensor that does not require gradients"
     )
     _check_modes(policy, observation)
     _check_loss(policy, observation)

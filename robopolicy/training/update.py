@@ -55,7 +55,7 @@ WHOLE = frozenset({Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
 
 
 def by_episode(algorithm: Algorithm, config: FinetuneConfig) -> bool:
-    """Whether minibatches consist of whole episodes instead of single action chunks."""
+    """Whether minibatches consist of complete episodes instead of single action chunks."""
     return bool(algorithm.needs & WHOLE) or config.minibatch_episodes > 0
 
 

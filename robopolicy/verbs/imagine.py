@@ -73,7 +73,7 @@ ADVICE = {
 }
 """Advice by stop reason, for runs whose target and best policy were measured in the real world."""
 UNWATCHED = (
-    "It was selected by imagined success only, which may be wrong. Select by real success: "
+    "The policy was selected by imagined success only, which may be wrong. Select by real success: "
     "imagine.real_eval_episodes=200 "
     "imagine.select_by=real."
 )
