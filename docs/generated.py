@@ -12,12 +12,12 @@ from robopolicy.rl.presets import PRESETS
 from robopolicy.verbs.verb import NAMES, declaration
 
 API = {
-    "Everyday names": ["robopolicy"],
+    "Top-level functions": ["robopolicy"],
     "Policies": ["robopolicy.core.policy", "robopolicy.policies.abilities", "robopolicy.policies.loading"],
     "Worlds": ["robopolicy.core.world", "robopolicy.core.spec"],
     "World models": ["worldmodels.protocol", "worldmodels.env"],
     "Algorithms": ["robopolicy.rl.registry", "robopolicy.rl.context"],
-    "Checks of your own classes": ["robopolicy.testing.policy", "robopolicy.testing.world"],
+    "Conformance checks of custom classes": ["robopolicy.testing.policy", "robopolicy.testing.world"],
     "Evaluation": ["robopolicy.evaluation.success", "robopolicy.evaluation.intervals"],
     "Registry and errors": ["robopolicy.core.registry", "robopolicy.core.errors"],
 }
@@ -36,7 +36,7 @@ def write_reference(folder: Path) -> None:
 
 
 def verbs() -> str:
-    """Return the page of every command: what it does, an example, and the sections of settings that it reads."""
+    """Return the page of every command: its description, an example, and the sections of settings that it reads."""
     parts = ["# Commands", "Every command is `robopolicy VERB [TARGET] [section.key=value ...] [json=PATH]`."]
     for name in NAMES:
         verb = declaration(name)
@@ -65,7 +65,7 @@ def settings() -> str:
 
 
 def algorithms() -> str:
-    """Return the page of presets: which mechanism each of them puts into which slot."""
+    """Return the page of presets: the mechanisms of each preset by slot."""
     rows = []
     for name in sorted(PRESETS):
         entries = AlgorithmConfig(name).resolved().entries
@@ -84,8 +84,8 @@ def api() -> str:
     parts = [
         "# Python interface",
         "These modules are the public interface: their names keep working within a minor version. Everything else may "
-        "move. Arrays have their shape in brackets: B batch rows, T decisions, C control steps of an action chunk, A "
-        "action elements, H frames of history, K denoising steps or tokens.",
+        "move. Arrays have their shape in brackets: B batch rows, T policy calls, C control steps of an action chunk, "
+        "A action elements, H frames of history, K denoising steps or tokens.",
     ]
     for heading, modules in API.items():
         parts.append(f"## {heading}")

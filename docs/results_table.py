@@ -170,7 +170,11 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         IMAGINED,
         _imagined("Pick and place: PPO inside a world model", "pick_place", "ensemble"),
         _imagined("Push a cube: PPO inside a world model", "push_cube", "ensemble"),
-        _imagined("Push a cube: PPO inside a model of 5,000 recorded steps, which misleads it", "push_cube", "narrow"),
+        _imagined(
+            "Push a cube: PPO inside a model of only 5,000 recorded steps, whose errors it exploits",
+            "push_cube",
+            "narrow",
+        ),
         _imagined("Reach a point from images: PPO inside a pixel diffusion model", "reach_planar", "pixel_diffusion"),
         _planned("Push a cube: best of 8 action chunks by a world model", "push_cube", "8 candidates"),
         _planned("Pick and place: best of 32 action chunks", "pick_place", "32 candidates"),
@@ -268,12 +272,12 @@ def headlines() -> str:
 
 INTRODUCTION = f"""# Results
 
-Every figure on this page is computed from `assets/figures/*.json` when the documentation is built. The last column
+Every number on this page is computed from `assets/figures/*.json` when the documentation is built. The last column
 links to the [long tables]({LONG}) with every seed, the settings and the command that repeats the measurement.
 
 - **Success** is the fraction of episodes that succeed, without exploration noise, pooled over training seeds. Square
-  brackets hold Wilson's 95 % interval: it says how well the episodes measure these policies.
-- **Range over seeds** says how much training varies: expect a new seed inside this range, not inside the interval.
+  brackets contain Wilson's 95 % interval, the precision with which the episodes measure these policies.
+- **Range over seeds** is the variation of training: expect a new seed inside this range, not inside the interval.
 - Compared policies play the same initial states. Rows with other tasks or seeds are not comparable with each other.
 - All tasks are simulated. Except for `full_size`, everything ran on two CPU cores. `tiny` means a network of LeRobot's
   own class with random initial weights, small enough for that."""
