@@ -5,7 +5,8 @@ For each evaluator in gate.evaluators it reports the rank correlation with the t
 choice, and the error if units agree. It also reports the gate's decision on every pair of policies: the rate of
 accepting one that is no better (false accepts) and of rejecting one that is better (false rejects).
 gate.evaluators=[model,fqe,critic] compares these three. importance needs logged denoising chains and refuses policies
-for which too little logged data counts. workers.count=N plays the true episodes in N processes, with equal results.
+for which the effective sample size is too small. workers.count=N plays the true episodes in N processes, with equal
+results.
 """
 
 import math

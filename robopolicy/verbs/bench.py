@@ -27,16 +27,17 @@ World models:
 Recorded data:
 
 - rl100: imitation, gated offline rounds, online phase and one-step distillation, stage by stage.
-- offline: each offline method on the policy's own log; staged rollout with a success floor; operator corrections.
+- offline: each offline method on the policy's own log; staged rollout with a minimum success rate; operator
+  corrections.
 - online: learning within 100,000 environment steps, by critics or PPO, and the initial drop in success.
-- gate: acceptance of good candidates and of planted bad ones, and the same policy without a gate.
+- gate: acceptance of good candidates and of bad ones built to deceive evaluators, and the same policy without a gate.
 
 Removed benchmarks, with their results and the last commit of their code in robopolicy/benchmarks/README.md: precision,
 styles.
 
 `tables` writes the result tables of the READMEs and draws their plots, from assets/figures. All benchmarks except sims
 resume after an interruption. Several processes may measure different seeds (bench.seeds) in one folder at once; the
-same command with all seeds then shows all. Select a custom benchmark by its import path,
+same command with all seeds then shows all results. Select a custom benchmark by its import path,
 bench.name=package.module:BENCHMARK.
 """
 

@@ -3,14 +3,15 @@
 collect.noise=[none,medium] records half the episodes with a noise-free expert and half with a noisy one. For offline
 RL, collect.quality=expert|medium|replay|mixed|play|random finds the noise level that gives the requested success on
 this task. It stores the source of every step, and the returns of uniform random actions and of the expert for
-normalised scores. Failures are kept, because world models need them; collect.successes_only=true drops them. Finished
-episodes are saved at once, so an interrupted run plays only the missing ones. collect.policy with plan.model plans with
-a world model; plan.uncertainty above 0 prefers actions where the model is uncertain. collect.chains=true also records
-the policy's denoising chains (for gate.evaluators=[importance]). collect.correct.no_progress_steps=20 lets the expert
-(or collect.controller) take over after this many steps without progress: it goes back (collect.correct.rewind=10) and
-continues correctly. Every step records who acted, which train and offline read. collect.label_policy=expert stores the
-noise-free expert's action for every step, as whole chunks if the world has snapshots. collect.label_policy=TEACHER
-stores another policy's actions in the states that collect.policy=STUDENT visits; train learns these.
+normalised scores. Failed episodes are kept, because world models need them; collect.successes_only=true drops them.
+Finished episodes are saved at once, so an interrupted run plays only the missing ones. collect.policy with plan.model
+plans with a world model; plan.uncertainty above 0 prefers actions where the model is uncertain. collect.chains=true
+also records the policy's denoising chains (for gate.evaluators=[importance]). collect.correct.no_progress_steps=20 lets
+the expert (or collect.controller) take over after 20 steps without progress: it undoes the last steps
+(collect.correct.rewind=10) and completes the task. Every step records the agent that acted; train and offline use this.
+collect.label_policy=expert stores the noise-free expert's action for every step, as complete chunks if the world has
+snapshots. collect.label_policy=TEACHER stores another policy's actions in the states that collect.policy=STUDENT
+visits; train imitates these actions.
 """
 
 from collections.abc import Mapping

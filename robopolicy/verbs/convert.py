@@ -1,11 +1,11 @@
 """Converts datasets of other projects into a LeRobotDataset v3, which every verb reads.
 
 Reads robomimic's and LIBERO's HDF5, ALOHA's and ACT's HDF5 (a folder of episode_0.hdf5, ...), diffusion_policy's zarr
-(a folder or a .zarr.zip), Minari's HDF5, LeRobotDatasets v2.0 and v2.1, arrays in an .npz file, and formats of yours.
-Without TARGET it prints which column becomes which, and writes nothing. What is guessed wrongly is set:
-"convert.map={obs/joints: observation.state, obs/object: null}". A folder of files, and convert.merge=[B,C], become one
-dataset, after their columns, shapes and rates were compared. Episodes are left out by convert.exclude_episodes and
-convert.episodes, and cut by convert.trim_start and convert.trim_end, in steps.
+(a folder or a .zarr.zip), Minari's HDF5, LeRobotDatasets v2.0 and v2.1, arrays in an .npz file, and custom formats.
+Without TARGET it prints the mapping of columns and writes nothing. To change the mapping, set "convert.map={obs/joints:
+observation.state, obs/object: null}". The files of a folder, and those of convert.merge=[B,C], are merged into one
+dataset if their columns, shapes and rates match. convert.episodes and convert.exclude_episodes select episodes;
+convert.trim_start and convert.trim_end cut steps off every episode.
 """
 
 import shlex

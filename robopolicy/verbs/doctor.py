@@ -1,7 +1,7 @@
 """Diagnoses low success: replays demonstrations through the world, the normaliser and the policy.
 
-Names what is inconsistent (sign, order, scale, time, rate, cameras, statistics), and reports when the data cannot tell
-two causes apart. Exit status 1 if a convention is violated, so scripts can check it.
+Names inconsistencies (sign, order, scale, time, rate, cameras, statistics), and reports when the data cannot
+distinguish two causes. Exit status 1 if a convention is violated, so scripts can check it.
 """
 
 import os

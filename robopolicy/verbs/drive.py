@@ -1,7 +1,7 @@
 """Drives a robot in real time, in its own process, with actions from a policy server; prints success and latency.
 
-Start `robopolicy serve CHECKPOINT` first. By default the robot is simulated, in the world that its policy was trained
-in unless you name one. drive.rate=-1 runs as fast as the server answers. drive.robot=TYPE drives a LeRobot robot
+Start `robopolicy serve CHECKPOINT` first. By default the robot is simulated, in the world in which the policy was
+trained, or in world=NAME. drive.rate=-1 runs as fast as the server answers. drive.robot=TYPE drives a LeRobot robot
 instead, configured by drive.robot_options. The robot holds its position and is disconnected at the end of its time, on
 Ctrl-C, and on any error.
 """

@@ -1,12 +1,12 @@
 """Decides from offline evaluation whether a candidate may replace the incumbent policy, without real episodes.
 
-Both are scored from the same initial states with the same random numbers, by evaluators that were not used in their
+Both are evaluated from the same initial states with the same random numbers, by evaluators that were not used in their
 training. model: episodes in world models (worldmodel.data=[DATASET] worldmodel.transitions=1 trains one on a log
 alone); fqe: a critic fitted to each policy on recorded data; critic: a critic of the recorded actions; importance:
 logged actions weighted by each policy's likelihood (data from collect.chains=true). The candidate is accepted if the
-lower bound of its improvement, by the bootstrap and by Student's t, exceeds gate.margin for every evaluator. fqe and
-critic are rejected as not credible when they value it above nine of ten recorded successes. Exit status 0: accepted, 1:
-rejected.
+lower bound of its improvement, by the bootstrap and by Student's t, exceeds gate.margin for every evaluator. The values
+of fqe and critic are rejected as not credible if they exceed those of nine of ten recorded successes. Exit status 0:
+accepted, 1: rejected.
 """
 
 from robopolicy.building.judges import (

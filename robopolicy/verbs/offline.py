@@ -2,12 +2,12 @@
 gate.
 
 No real step is played (except by gate.evaluators=[world]) until base and result are evaluated at the end; that
-evaluation selects nothing. offline.agent selects the critic's algorithm; offline.improve selects how a candidate is
-trained from the incumbent. best_of: imitate the best of several sampled actions according to the critic;
+evaluation is not used for selection. offline.agent selects the critic's algorithm; offline.improve selects how a
+candidate is trained from the incumbent. best_of: imitate the best of several sampled actions according to the critic;
 weighted_imitation: imitate recorded actions weighted by their advantage; chain_ppo: PPO on the critic through the
 denoising chain; diffusion_ql: follow the critic's gradient through that chain; adjoint_matching: tilt a flow policy by
-the critic; recap: imitate all data, conditioned on labels of its quality; filtered_imitation: imitate the better
-fraction only; dsrl: keep the policy and choose its initial noise; idql: choose among its sampled actions at inference.
+the critic; recap: imitate all data, conditioned on labels of its quality; filtered_imitation: imitate only the better
+fraction; dsrl: freeze the policy and choose its initial noise; idql: choose among its sampled actions at inference.
 Candidates are evaluated in a world model that `worldmodel` trained on the log (gate.models), or by critics
 (gate.evaluators=[fqe]) on held-out episodes (gate.holdout). A rejected candidate is discarded and the step size is
 reduced. offline.gated=false accepts every candidate, for comparison. The critic can also use synthetic data:

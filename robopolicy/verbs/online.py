@@ -4,8 +4,8 @@ online.method=dsrl: the agent chooses the noise that a frozen diffusion or flow 
 online.method=actions: the agent outputs action chunks itself; with online.dataset it first trains on recorded data, and
 online.steps=0 stops there. A frozen policy plays the first online.warmup steps. online.offline_ratio=0 then uses online
 data only (WSRL: online.agent=cal_ql); online.offline_ratio=0.5 keeps half of every batch recorded (RLPD). Success is
-measured after 0, 1, 100 and 500 updates, to show a dip. Base and result are evaluated on the same seeds, which nothing
-else uses. If interrupted, run the same command again: it resumes and gives the same result.
+measured after 0, 1, 100 and 500 updates, to show a dip. Base and result are evaluated on the same seeds, which are used
+for nothing else. If interrupted, run the same command again: it resumes and gives the same result.
 """
 
 import copy

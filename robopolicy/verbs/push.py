@@ -1,11 +1,11 @@
 """Uploads a checkpoint or dataset to the Hugging Face hub, with a card written from the results of its run.
 
-Safetensors, JSON, the card and the run's videos are uploaded, of a dataset parquet and mp4 files; never pickles. Given
-a run folder, its checkpoint (or dataset) is uploaded; given a run of evaluate or improve, the checkpoint that it
-evaluated or chose, with those results. The card states success with Wilson intervals, the base next to it, the paired
-difference, command, seed, versions, and what was not measured. A README.md that is already in the folder is uploaded
-unchanged: push.dry_run=true writes it, to be edited first. A new repository is private unless push.private=false. Log
-in before with 'hf auth login'. Whoever may read it writes hf://USER/NAME where a checkpoint or dataset is expected.
+Safetensors, JSON, the card and the run's videos are uploaded, and parquet and mp4 files of a dataset; never pickles.
+Given a run folder, its checkpoint (or dataset) is uploaded; given a run of evaluate or improve, the checkpoint that
+this run evaluated or chose, with its results. The card states success with Wilson intervals, the base next to it, the
+paired difference, command, seed, versions, and what was not measured. A README.md that is already in the folder is
+uploaded unchanged: push.dry_run=true writes it for editing. A new repository is private unless push.private=false. Log
+in first with 'hf auth login'. Users with read access pass hf://USER/NAME as a checkpoint or dataset.
 """
 
 from contextlib import suppress

@@ -3,10 +3,10 @@
 Write the verb and its settings as usual, with several values where they vary: run.seed=0,1,2 finetune.clip=0.02,0.05
 makes six runs. Values follow Hydra's sweep grammar: also range(0,5) and choice(a,b); a value inside brackets or quotes
 stays one value. Runs are executed one after another, each in the verb's usual folder. Swept settings other than the
-seed are added to the run's name; its default inputs are those of the name without them (run.inputs). The table shows
-each setting's mean and range over seeds, and the paired difference to the first setting on the same initial states. A
-run that fails is listed with its reason, and the others go on. If interrupted, run the same command again: finished
-runs are kept, the interrupted one resumes. Add values to the command to extend a sweep.
+seed are added to the run's name; the default inputs are those of the name without these settings (run.inputs). The
+table shows each setting's mean and range over seeds, and the paired difference to the first setting on the same initial
+states. A run that fails is listed with its reason, and the others continue. If interrupted, run the same command again:
+finished runs are kept, the interrupted one resumes. Add values to the command to extend a sweep.
 """
 
 import itertools

@@ -1,12 +1,13 @@
 """Pre-trains a policy by behaviour cloning on a LeRobotDataset, then measures its success.
 
-policy.kind=joint learns actions, future observations and values, and plans with itself: it needs data with failures and
-rewards (collect.noise=[low,high]), and is evaluated with and without planning. A diffusion or flow policy learns data
-with several instructions as one task, unless policy.text_encoder=words conditions it on them; policy.kind=token always
-reads them. train.encoder=CHECKPOINT (a decoder-free world model) makes the policy read its latent, so that `imagine`
-can fine-tune it there; its checkpoint contains both. train.policy=CHECKPOINT run.name=NAME continues from your own
-policy, with more steps or other data. If interrupted, run the same command again: it resumes and gives the same result.
-train.evaluate_episodes=0 skips the evaluation (for data from a robot without a simulator here).
+policy.kind=joint learns actions, future observations and values, and plans with its own predictions. It needs data with
+failures and rewards (collect.noise=[low,high]), and is evaluated with and without planning. A diffusion or flow policy
+treats data with several instructions as one task, unless policy.text_encoder=words conditions it on them;
+policy.kind=token always reads them. train.encoder=CHECKPOINT (a decoder-free world model) makes the policy read its
+latent, so that `imagine` can fine-tune it there; its checkpoint contains both. train.policy=CHECKPOINT run.name=NAME
+continues training a robopolicy policy, with more steps or other data. If interrupted, run the same command again: it
+resumes and gives the same result. train.evaluate_episodes=0 skips the evaluation (for data from a robot without a
+simulator here).
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""Serve a live web page of the runs in a folder: a list with state and success, the report of each run while it is
+"""Serves a live web page of the runs in a folder: a list with state and success, the report of each run while it is
 running, and comparisons of several runs.
 
 The argument is a folder of runs (default: run.root) or one run. The page is read-only and can be opened on this machine

@@ -2,10 +2,10 @@
 
 Data: worldmodel.data (default: the output of collect), then rollouts of the expert (or collect.controller) at every
 level of worldmodel.noise and of worldmodel.policies, until there are worldmodel.transitions control steps.
-worldmodel.include_base adds the policy that train saved. world=demonstrations allows no rollouts. All data are stored
-beside the model. The report compares open-loop errors with shuffled actions and with copying the first frame, and gives
-precision and recall of the learned success head. For models of images it includes a video of recorded and imagined
-episodes.
+worldmodel.include_base adds the policy that train saved. world=demonstrations allows no rollouts. All data is stored
+next to the model. The report compares open-loop errors with shuffled actions and with copying the first frame, and
+gives precision and recall of the learned success head. For models of images it includes a video of recorded and
+imagined episodes.
 """
 
 from collections.abc import Mapping
