@@ -96,14 +96,14 @@ def check_action_range(actions: Tensor, spec: WorldSpec) -> list[Finding]:
     health = (
         Health.BAD if outside_share[worst] > 0.05 else Health.WARNING if outside_share[worst] > 0.001 else Health.GOOD
     )
-    remedy = "" if health is Health.GOOD else "The world clips these: check the scale and units of the actions."
+    remedy = "" if health is Health.GOOD else "The world clips these actions: check their scale and units."
     if not spec.clips_actions and health is not Health.GOOD:
         # Bounds may be a formality, but who goes several times as far most likely means another unit.
         far = (actions.abs().amax(0) > 3 * torch.maximum(low.abs(), high.abs())).any()
         health = Health.WARNING if far else Health.UNKNOWN
         remedy = (
-            "The world executes them unclipped: unless its bounds are only nominal, check the scale and units of "
-            "the actions."
+            "The world executes these actions unclipped: unless its bounds are only nominal, check the scale and units "
+            "of the actions."
         )
     outside_counts = OutsideBounds(spec)
     outside_counts.add(actions.numpy(), np.ones(len(actions), dtype=bool))
