@@ -173,7 +173,7 @@ def _way_out(config: Config, verb: str, path: Path) -> str:
 
 
 def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
-    """Open the run folder of a verb that always runs anew; earlier results are replaced as new ones appear.
+    """Open the run folder of a verb that always starts over; earlier results are replaced as new ones appear.
 
     Earlier results with other settings are announced and removed at once, because a report shows one run. Files left
     half-written by a killed process are removed.

@@ -1,5 +1,5 @@
-"""Controllers of learner settings, driven by diagnostics: classes with step(stats, context) -> knobs, state() and
-restore(state).
+"""Controllers of learner settings, driven by diagnostics: classes with step(stats, context) -> scale factors of
+settings, state() and restore(state).
 
 Knobs read by the learner: lr_scale, clip_low_scale, clip_high_scale; rl_scale, a factor on the policy gradient loss,
 and NAME_scale, a factor on the auxiliary loss NAME.

@@ -43,7 +43,7 @@ class TellsSteps(Protocol):
 
 
 class ExpertRows:
-    """Adds expert episodes to each iteration's own, fraction `share` of their number, sampled anew each time.
+    """Adds expert episodes to each iteration's own, fraction `share` of their number, sampled again for each iteration.
 
     rewards: reward functions applied to the recorded rewards, the same as for the policy's own rollouts. Raises
     ConfigError when the policy cannot recover latents of actions. Raises DataError when the episodes lack rewards or an

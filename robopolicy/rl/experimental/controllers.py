@@ -1,4 +1,4 @@
-"""Experimental controllers of the imitation weight and of the learning rate; for knobs see
+"""Experimental controllers of the imitation weight and of the learning rate; for the returned factors see
 `robopolicy.rl.controllers`.
 """
 

@@ -39,7 +39,7 @@ class Decides(Protocol):
     """Gate: decides whether a candidate replaces the incumbent."""
 
     def decide(self, candidate: Policy, incumbent: Policy) -> Verdict:
-        """Evaluate both policies anew and compare them."""
+        """Evaluate both policies again and compare them."""
         ...
 
 
