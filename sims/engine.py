@@ -1,6 +1,6 @@
-"""`MujocoWorld`: a batch of one task's episodes on MuJoCo's native rollout threads.
+"""`MujocoWorld`: a batch of one task's episodes on a physics engine, MuJoCo's native rollout threads by default.
 
-One call of `step` is one native rollout over the running rows; observations, rewards, success and episode ends are
+One call of `step` advances the running rows by one chunk; observations, rewards, success and episode ends are
 vectorised over rows and chunk steps. No Python runs per world per step (only rendering, when requested, is per frame).
 
 The solver's warm start and MuJoCo's automatic reset are disabled. Then (qpos, qvel, activation, control) is the
@@ -11,11 +11,10 @@ silently reset.
 # (MuJoCo's compiled classes have no type stubs.)
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import mujoco
 import numpy as np
-from mujoco.rollout import Rollout
 
 from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, SpecError, did_you_mean
@@ -35,35 +34,12 @@ from robopolicy.core.spec import (
 )
 from robopolicy.core.stages import Stage
 from robopolicy.core.world import Rows, Snapshot, Step
+from sims.physics.protocol import Physics, make_physics, state_layout
 from sims.render import FREE_CAMERA, FrameRenderer, restyle
 from sims.task import Markers, Readings, Task, model_path
 from sims.wording import PLAIN, TRAINING, wording
 
 REWARDS = ("progress", "success")
-
-
-@dataclass(frozen=True)
-class StateLayout:
-    """Offsets of time, qpos, qvel and activation in MuJoCo's full physics state of `size` numbers."""
-
-    size: int
-    qpos: slice
-    qvel: slice
-    activation: slice
-
-
-def state_layout(model: mujoco.MjModel) -> StateLayout:
-    """Return the layout of `model`'s full physics state: time, qpos, qvel, activation.
-
-    Raises ConfigError when the state contains more than these four (plugins, actuator delays).
-    """
-    size = mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_FULLPHYSICS.value)
-    qvel, activation = 1 + model.nq, 1 + model.nq + model.nv
-    if size != activation + model.na:
-        raise ConfigError(
-            "The model has plugin state or actuator delays, which the engine does not support: remove them."
-        )
-    return StateLayout(size, slice(1, qvel), slice(qvel, activation), slice(activation, size))
 
 
 def load_model(task: Task) -> mujoco.MjModel:
@@ -91,7 +67,8 @@ class MujocoWorld:
     cameras whose images are part of the observation; image_size: their size, see `core.spec.image_sizes`; threads:
     native threads, default one per usable core; terminate_on_success: False continues an episode to its time limit;
     style: 0 for the scene's own materials and lights, other numbers for variations of them (see `render`), with the
-    same physics; instructions, phrasing: subset of the task's instructions, and their wording (see `wording`). `reset`
+    same physics; instructions, phrasing: subset of the task's instructions, and their wording (see `wording`); physics,
+    physics_options: engine that advances the state and its own options, see `sims.physics.protocol`. `reset`
     options: "uniforms" [R, task.uniforms], random numbers of the initial state instead of those from a seed; "task"
     [R], indices of the spec's instructions, -1 for the one from the seed. Raises CameraError on an unknown camera,
     ConfigError on sizes below 1, and the errors of `load_model`, `state_layout` and `wording`.
@@ -111,6 +88,8 @@ class MujocoWorld:
         style: int = 0,
         instructions: str = TRAINING,
         phrasing: str = PLAIN,
+        physics: str = "native",
+        physics_options: Mapping[str, Any] | None = None,
     ):
         arguments = {name: value for name, value in locals().items() if name != "batch_size"}
         require_types(MujocoWorld, arguments, "world.options.")
@@ -142,10 +121,10 @@ class MujocoWorld:
         generator = numpy_generator(seed, f"sims/{task.name}/episode_seeds")
         self._episodes = EpisodeRows(self._spec, batch_size, lambda count: generator.integers(0, 2**62, size=count))
         self.threads = min(threads if threads is not None else usable_threads(), batch_size)
-        # 0 threads means the caller's own: a pool of one would only add a hand-over.
-        self._pool: Rollout | None = Rollout(nthread=self.threads if self.threads > 1 else 0)
-        self._data = [mujoco.MjData(self.model) for _ in range(max(1, self.threads))]
-        self._models = [self.model] * batch_size
+        self._physics_name = physics
+        self._physics: Physics | None = make_physics(
+            physics, self.model, batch_size, self.threads, physics_options or {}
+        )
         self._sensors = {
             self.model.sensor(index).name: slice(
                 self.model.sensor_adr[index], self.model.sensor_adr[index] + self.model.sensor_dim[index]
@@ -235,7 +214,7 @@ class MujocoWorld:
             instruction = self._instructed(np.asarray(asked), instruction)
         sensors = np.zeros((count, 1, model.nsensordata))
         if model.nsensordata:  # the first physics step evaluates its sensors at the state it starts from
-            _, sensors = self._simulate(state, control[:, None])
+            _, sensors = self._simulate(state, control[:, None], 1)
         observed = self._observe(state[:, None], control[:, None], goal, sensors)
         images = {key: image[:, None] for key, image in self._images(state, goal).items()}
         own_arrays = {"state": state, "control": control, "goal": goal}
@@ -262,12 +241,9 @@ class MujocoWorld:
         arrays = self._episodes.arrays
         before, goal = arrays["state"][index], arrays["goal"][index]
         control = task.control(actions, arrays["control"][index])
-        states, sensors = self._simulate(before, np.repeat(control, task.substeps, axis=1))
-        # Of the substeps only the last of every control step is seen.
-        last = slice(task.substeps - 1, None, task.substeps)
-        states = np.ascontiguousarray(states[:, last])
+        states, sensors = self._simulate(before, control, task.substeps)
         self._check(np.arange(self._batch_size)[index], before, states)
-        observed = self._observe(states, control, goal, np.ascontiguousarray(sensors[:, last]))
+        observed = self._observe(states, control, goal, sensors)
 
         path = episodes.extended_history(index, observed)
         # Potentials [R, C + 1]: the frame before the chunk, then the chunk's own; their differences are the rewards.
@@ -290,31 +266,27 @@ class MujocoWorld:
 
     # -- physics and observation ---------------------------------------------------------------------------------
 
-    def _simulate(self, state: np.ndarray, control: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Roll [R, nstate] through controls [R, n, nu]; returns states [R, n, nstate], sensors [R, n, S].
+    def _simulate(self, state: np.ndarray, control: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
+        """Advance [R, nstate] by controls [R, C, nu] of `every` physics steps each; returns states [R, C, nstate],
+        sensors [R, C, nsensordata].
 
-        Raises ConfigError when the world is closed.
+        Raises ConfigError when the world is closed, SpecError when the physics engine returns other shapes.
         """
-        if self._pool is None:
+        if self._physics is None:
             raise ConfigError("This world is closed: create a new one.")
-        count, steps = control.shape[:2]
-        states = np.empty((count, steps, self._layout.size))
-        sensors = np.empty((count, steps, self.model.nsensordata))
-        self._pool.rollout(
-            self._models[:count],
-            self._data,
-            np.ascontiguousarray(state),
-            np.ascontiguousarray(control),
-            skip_checks=True,
-            nstep=steps,
-            state=states,
-            sensordata=sensors,
-        )
+        states, sensors = self._physics.advance(state, control, every)
+        rows = control.shape[:2]
+        expected = (*rows, self._layout.size), (*rows, self.model.nsensordata)
+        if (states.shape, sensors.shape) != expected:
+            raise SpecError(
+                f"physics={self._physics_name} returned states {list(states.shape)} and sensors {list(sensors.shape)}, "
+                f"expected {list(expected[0])} and {list(expected[1])}."
+            )
         return states, sensors
 
     def _check(self, rows: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
-        """Raise an error if MuJoCo stopped a row (it then repeats the last state, so its clock is late) or returned a
-        non-finite number.
+        """Raise an error if the physics stopped a row (MuJoCo then repeats the last state, so its clock is late) or
+        returned a non-finite number.
 
         rows: [R] their indices in the batch; before: [R, nstate]; after: [R, C, nstate]. Raises NonFiniteError.
         """
@@ -423,7 +395,7 @@ class MujocoWorld:
 
     def close(self) -> None:
         """Free threads and render contexts; closing twice is harmless."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        if self._physics is not None:
+            self._physics.close()
+            self._physics = None
         self._renderer.close()

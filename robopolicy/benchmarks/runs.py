@@ -10,11 +10,10 @@ from typing import Any
 
 from rich.rule import Rule
 
-from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.policies import choose_device, load_trainable
 from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.policy import require_trainable
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.structured import narrowed
@@ -243,7 +242,7 @@ def few_iterations(config: Config, base: Path, folder: Path, seed: int) -> Mappi
     """Fine-tune the checkpoint `base` as config says, unjudged; return the last iteration's metrics."""
     section, device = config.finetune, choose_device(config.run)
     learning = narrowed(FinetuneConfig, section)
-    policy = require_trainable(load_policy(base, device))
+    policy = load_trainable(base, config.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     world = build_world(config.world, policy, batch_size=section.num_envs, device=device)
     values = Need.CRITIC in learning.resolved().needs

@@ -9,6 +9,8 @@
 - inference: milliseconds per policy call for every inference method, and its effect on success.
 - vla: PPO on tiny SmolVLA and pi0 models of LeRobot's classes, pre-trained by imitation.
 - full_size: policy calls per second and memory of full-size SmolVLA and pi0, compared with the estimate.
+- gpu: physics, fine-tuning, a SmolVLA, world models and inference on a GPU next to the CPU, in eight minutes
+  (bench.tiny=true for a trial).
 - sight: camera students distilled from privileged teachers, compared with imitation and PPO on images.
 - language: PPO, GRAPE and a teacher compared with imitation, for twelve instructions in one scene, with controls.
 - delay: success against inference latency in control steps, for every method of handling it.
@@ -90,6 +92,7 @@ BENCHMARKS = Registry(
             "mechanisms",
             "vla",
             "full_size",
+            "gpu",
             "sight",
             "language",
             "ranking",

@@ -31,8 +31,10 @@ class BenchSection:
     """Parts of the benchmark to run: recipes, methods (algorithms), policies (collection, inference), chunkings
     (delay), ablations (mechanisms), experimental arms (edge_of_reach, imagination, online, language, sight), plans
     (test_time_planning), kinds of model (ranking) or parts (gate: candidates, rounds; offline: ways, agents,
-    deployment, corrections); [] for all.
+    deployment, corrections; gpu: physics, states, cameras, smolvla, world_models, inference); [] for all.
     """
+    tiny: bool = False
+    """gpu: measure tiny sizes, as a trial of the script."""
     overrides: tuple[str, ...] = ()
     """Settings for every run, quoted: bench.overrides=['finetune.iterations=10']. Settings of a method take
     precedence.
