@@ -69,7 +69,7 @@ def fewer_updates(monkeypatch, names):
 
 
 def _steps(way):
-    return f"offline.improve.{'decisions=16' if way.improve == 'chain_ppo' else 'steps=2'}"
+    return f"offline.improve.{'observations=16' if way.improve == 'chain_ppo' else 'steps=2'}"
 
 
 def test_every_part_runs_once_and_its_tables_name_every_row(tmp_path, monkeypatch, capsys):

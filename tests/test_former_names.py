@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from robopolicy.configuration import Config, compose
+from robopolicy.configuration import Config, compose, groups
 from robopolicy.configuration.composition import _tagged_sections
 from robopolicy.core.errors import ConfigError, RobopolicyNote
 from robopolicy.core.structured import from_plain, renamed, to_plain, with_current_names
@@ -151,3 +151,9 @@ def test_code_that_reads_a_setting_by_its_former_name_works_with_a_note():
         assert agent.rate == 0.02
     with pytest.raises(AttributeError, match="no attribute 'speed'"):
         agent.speed
+
+
+@pytest.mark.parametrize("recipe", groups()["recipe"])
+def test_our_recipes_use_the_current_names(recipe, recwarn):
+    compose([f"recipe={recipe}"])
+    assert not [note for note in recwarn if "is now" in str(note.message)]

@@ -139,7 +139,7 @@ def test_own_policy_from_training_to_judgement_and_its_checkpoint(tmp_path, caps
 
 
 MODEL = ["config.members=2", "config.width=8", "fit.steps=3", "validation_episodes=2", "validation_steps=4"]
-TAUGHT = ["rounds=1", "episodes=4", "last_steps=5", "evaluate_episodes=4", "videos=0"]
+TAUGHT = ["rounds=1", "episodes=4", "last_round_steps=5", "evaluate_episodes=4", "videos=0"]
 
 
 def test_in_a_world_without_an_expert_ones_own_controller_plays_or_nobody(tmp_path, capsys):

@@ -264,10 +264,15 @@ def _doubling(layer: nn.ConvTranspose1d) -> Maps:
     return double
 
 
-class Convolution:
-    """Convolution over time, [B, inputs, T] -> [B, outputs, T'], on a CPU by oneDNN with weights in its own layout.
+SMALL = 2**20
+"""Number of weights up to which one matrix product is faster on a CPU than oneDNN's convolution in its own layout."""
 
-    That layout depends on the input size, so weights are packed again when it changes.
+
+class Convolution:
+    """Convolution over time, [B, inputs, T] -> [B, outputs, T'].
+
+    On a CPU it is one matrix product with the windows of the maps, or, with many weights, oneDNN's convolution with
+    weights in its own layout. That layout depends on the input size, so weights are packed again when it changes.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, stride: int, padding: int):
@@ -277,17 +282,30 @@ class Convolution:
         self.padding = padding
         self._packs = _packs(weight)
         self._packed: tuple[torch.Size, Tensor] | None = None
+        is_small = self._packs and bias is not None and weight.numel() <= SMALL
+        self._matrix = self.weight.permute(2, 1, 0).flatten(0, 1).contiguous() if is_small else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Convolve maps [B, inputs, T]."""
         if not self._packs:
             return functional.conv1d(x, self.weight, self.bias, self.stride, self.padding)
+        if self._matrix is not None and self.bias is not None:
+            return self._multiply(x, self._matrix, self.bias)
         wide, geometry = x.unsqueeze(2), ((0, self.padding), (1, self.stride), (1, 1), 1)
         if self._packed is None or self._packed[0] != x.shape:
             weight = self.weight.unsqueeze(2).contiguous().to_mkldnn()
             self._packed = x.shape, torch.ops.aten.mkldnn_reorder_conv2d_weight(weight, *geometry, wide.shape)
         run = torch.ops.mkldnn._convolution_pointwise
         return run(wide, self._packed[1], self.bias, *geometry, "none", [], "").squeeze(2)
+
+    def _multiply(self, x: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
+        taps = self.weight.shape[2]
+        padded = functional.pad(x, (self.padding, self.padding)) if self.padding else x
+        rows, channels, length = padded.shape
+        steps = (length - taps) // self.stride + 1
+        row, channel, step = padded.stride()
+        windows = padded.as_strided((rows, steps, taps, channels), (row, self.stride * step, step, channel))
+        return torch.addmm(bias, windows.reshape(rows * steps, -1), matrix).view(rows, steps, -1).transpose(1, 2)
 
 
 def _packs(weight: Tensor) -> bool:
