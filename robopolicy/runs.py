@@ -111,6 +111,7 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     folder = RunFolder(path)
     sweep(path)
     text = to_yaml(config, sections)
+    grounds = {"shards": config.finetune.shards} if "finetune" in sections else {}
     config_file = path / "config.yaml"
     if config_file.exists() and _has_begun(path):
         way_out = _way_out(config, verb, path)
@@ -120,12 +121,14 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
             raise ConfigError(f"{path} contains a run of another version ({error}). {way_out}") from error
         old, new = ({name: to_plain(getattr(each, name)) for name in sections} for each in (earlier, config))
         changes = _differences(_with_default_size(old, new), new)
+        if not (path / RESULT).exists():  # said below, and recorded
+            changes = [text for text in changes if not text.startswith("finetune.shards ")]
         if changes:
             raise ConfigError(f"{path} contains a run with other settings ({'; '.join(changes[:4])}). {way_out}")
         if not (path / RESULT).exists():
-            _say_other_ground(folder, config.run.threads)
+            _say_other_ground(folder, config.run.threads, **grounds)
     else:
-        folder.describe(text, config.run.seed, config.run.threads)
+        folder.describe(text, config.run.seed, config.run.threads, **grounds)
     if not (path / RESULT).exists():
         begin(path)
         _follow(folder, config, verb, sections)
@@ -204,8 +207,8 @@ def _is_saved_in(path: Path, config: Config, sections: Sequence[str]) -> bool:
     return all(to_plain(getattr(earlier, name)) == to_plain(getattr(config, name)) for name in sections)
 
 
-def _say_other_ground(folder: RunFolder, threads: int) -> None:
-    changes = folder.describe_resumption(threads)
+def _say_other_ground(folder: RunFolder, threads: int, **grounds: int) -> None:
+    changes = folder.describe_resumption(threads, **grounds)
     if changes:
         warnings.warn(
             f"{folder.path} resumes in another environment, so its results will differ from an uninterrupted run: "
@@ -310,7 +313,7 @@ def _with_default_size(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str,
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        keys = [key for key in {**old, **new} if not (path == "" and key == "run")]
+        keys = [key for key in {**old, **new} if not (path == "" and key in ("run", "workers"))]
         return [text for key in keys for text in _differences(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))]
     return [] if old == new else [f"{path} was {old!r}, now {new!r}"]
 

@@ -39,6 +39,16 @@ def guidance_of(
     return Guidance(teacher, demonstrated(config, world), experts, acting, pairs)
 
 
+def acting_guidance_of(config: Config, world: World, policy: Trainable) -> Guidance:
+    """Load the inputs that the acting policy needs: a teacher, and a world model for planning."""
+    section = config.finetune
+    needs, device = section.resolved().needs, choose_device(config.run)
+    teacher = None
+    if section.teacher is not None and section.teacher_fraction:
+        teacher = teacher_of(config, section.teacher, world, policy, needs)
+    return Guidance(teacher, acting=planned_acting(config.plan, world, config.world.model, device))
+
+
 def experts_of(config: Config, world: World) -> Episodes:
     """Read the successful episodes of finetune.expert_datasets, by default from the dataset that `collect` wrote."""
     paths = config.finetune.expert_datasets or (

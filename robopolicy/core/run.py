@@ -15,8 +15,10 @@ from typing import Any, Protocol
 from robopolicy.core.storage import read_json_lines, read_object, reading, storage_errors, write_atomic, write_json
 
 CLOCK = "clock.json"
-GROUNDS = ("threads", "processor", "instructions", "torch", "numpy", "mujoco")
-"""Entries of versions.json that affect the last digits of results."""
+MACHINE = ("threads", "processor", "instructions", "torch", "numpy", "mujoco")
+"""Entries of versions.json that describe the machine and its packages and affect the last digits of results."""
+GROUNDS = (*MACHINE, "shards")
+"""Entries of versions.json that affect results and may change where a run resumes. shards: finetune.shards."""
 
 _PACKAGES = ("robopolicy", "torch", "numpy", "mujoco", "diffusers", "gymnasium", "lerobot", "hydra-core")
 
@@ -53,25 +55,25 @@ class RunFolder:
         """Path of the trainer's state for resuming."""
         return self.path / "resume"
 
-    def describe(self, config_yaml: str, seed: int, threads: int = 0) -> None:
+    def describe(self, config_yaml: str, seed: int, threads: int = 0, **grounds: int) -> None:
         """Write the composed config, the versions and the command that started the run.
 
-        threads: number of torch threads, 0 for the current number.
+        threads: number of torch threads, 0 for the current number; grounds: settings that are in `GROUNDS`.
         """
         write_atomic(self.path / "config.yaml", config_yaml)
         (self.path / CLOCK).unlink(missing_ok=True)
-        setup = versions() | ({"threads": threads} if threads else {})
+        setup = versions() | ({"threads": threads} if threads else {}) | grounds
         write_json(self.path / "versions.json", {"seed": seed, "command": sys.argv, **setup})
 
-    def describe_resumption(self, threads: int = 0) -> list[str]:
+    def describe_resumption(self, threads: int = 0, **grounds: int) -> list[str]:
         """Return the changes since the run started that affect results, as "name was A, now B", and record them in
-        versions.json; threads: as in `describe`.
+        versions.json; threads, grounds: as in `describe`.
         """
         path = self.path / "versions.json"
         began: dict[str, Any] = read_object(path) if path.exists() else {}
-        now: dict[str, Any] = versions() | ({"threads": threads} if threads else {})
+        now: dict[str, Any] = versions() | ({"threads": threads} if threads else {}) | grounds
         with reading(path):
-            before: dict[str, Any] = began | began.get("packages", {})
+            before: dict[str, Any] = {"shards": 1} | began | began.get("packages", {})
             after: dict[str, Any] = now | now["packages"]
             names = [name for name in GROUNDS if before.get(name) is not None and after.get(name) is not None]
             changes = {name: after[name] for name in names if before[name] != after[name]}
@@ -145,6 +147,12 @@ def versions() -> dict[str, Any]:
         **_torch(),
         "commit": _commit(),
     }
+
+
+def grounds() -> dict[str, Any]:
+    """Return the entries of `MACHINE` for this process."""
+    entries = _packages() | {"processor": _processor()} | _torch()
+    return {name: entries.get(name) for name in MACHINE}
 
 
 def _processor() -> str:

@@ -1,4 +1,4 @@
-"""Save nested tensors: safetensors for numbers, JSON for the rest (no pickles)."""
+"""Save nested tensors (safetensors for numbers, JSON for the rest, no pickles), and pass them on as numpy arrays."""
 
 import hashlib
 import math
@@ -6,17 +6,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from robopolicy.core.arrays import is_mapping
+from robopolicy.core.arrays import Array, is_mapping, is_sequence
 from robopolicy.core.errors import CheckpointError
 from robopolicy.core.storage import read_object, reading, storage_errors, write_json
 
 Tree = Mapping[str, Any]
 """Nested mappings with string keys whose leaves are tensors or JSON values."""
+_BFLOAT16 = "__bfloat16__"
+"""Key of a bfloat16 tensor passed as integers; numpy has no such type."""
 _HASH = "__sha256__"
 """Key, in the JSON file of a tree, of the hash of its tensor file."""
 
@@ -64,6 +67,40 @@ def _joined(node: Any, tensors: Mapping[str, Tensor], path: Path, described: Pat
             return tensors[node["__tensor__"]]
         return {key: _joined(value, tensors, path, described) for key, value in node.items()}
     return node
+
+
+def to_arrays(tree: Any) -> Any:
+    """Return a tree with its tensors [...] as numpy arrays, which other processes receive without copies of torch's."""
+    if isinstance(tree, Tensor):
+        plain = tree.detach().cpu().contiguous()
+        if plain.dtype == torch.bfloat16:
+            return {_BFLOAT16: to_arrays(plain.view(torch.int16))}
+        return cast(Array, plain.numpy())  # pyright: ignore[reportUnknownMemberType]
+    if is_mapping(tree):
+        return {key: to_arrays(value) for key, value in tree.items()}
+    return tree
+
+
+def to_tensors(tree: Any, device: torch.device | str = "cpu") -> Any:
+    """Return a tree with its numpy arrays [...] as tensors on `device`; reverses `to_arrays`."""
+    if isinstance(tree, np.ndarray):  # torch warns about arrays that it cannot write to
+        return torch.as_tensor(np.require(cast(Array, tree), requirements=["W"])).to(device)
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if is_mapping(tree):
+        if set(tree) == {_BFLOAT16}:
+            return to_tensors(tree[_BFLOAT16], device).view(torch.bfloat16)
+        return {key: to_tensors(value, device) for key, value in tree.items()}
+    return tree
+
+
+def bytes_of(tree: Any) -> int:
+    """Return the bytes of all arrays and tensors in a tree; nested lists are counted as well."""
+    if isinstance(tree, np.ndarray | Tensor):
+        return int(tree.nbytes)
+    if is_mapping(tree):
+        return sum(bytes_of(value) for value in tree.values())
+    return sum(bytes_of(value) for value in tree) if is_sequence(tree) else 0
 
 
 def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:

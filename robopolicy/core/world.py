@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from robopolicy.core.arrays import Array
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import Observation, WorldSpec
 
 if TYPE_CHECKING:
@@ -118,6 +119,20 @@ class Snapshots(Protocol):
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
         """Overwrite `rows` [R] with `snapshot` (equal length) and return the observation of all rows, [B, H, ...]."""
         ...
+
+
+def plain_snapshot(world: World, rows: Rows = None) -> Snapshot | None:
+    """Return the state of `rows` [R] (None: all) as arrays of numbers and text, which other processes can restore.
+
+    None if the world cannot save its state, or only as Python objects.
+    """
+    if not isinstance(world, Snapshots):
+        return None
+    try:
+        snapshot = world.snapshot(rows)
+    except ConfigError:  # an environment of a suite that cannot be saved
+        return None
+    return None if any(array.dtype.hasobject for array in snapshot.arrays.values()) else snapshot
 
 
 @runtime_checkable

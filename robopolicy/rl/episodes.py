@@ -30,7 +30,7 @@ from robopolicy.core.policy import Policy, Resumes
 from robopolicy.core.progress import progress
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import require_fit
-from robopolicy.core.world import Snapshot, Snapshots, World
+from robopolicy.core.world import Snapshot, Snapshots, World, plain_snapshot
 from robopolicy.rl.collect import column, store_images, stored_images
 
 
@@ -310,14 +310,15 @@ class EpisodePlayer:
                 advance(len(done))
         return self._assemble(self._complete()[:groups])
 
-    def suspend(self) -> None:
+    def suspend(self) -> int:
         """Move episodes in flight back to the front of the queue; the next call starts from new resets.
 
-        If the world can save its rows, an episode continues from its current state, otherwise from its start.
+        If the world can save its rows, an episode continues from its current state, otherwise from its start. Returns
+        the number of the latter.
         """
         flying = [(index, row) for index, row in enumerate(self.rows) if row is not None]
-        if flying and isinstance(self.world, Snapshots):
-            states = self.world.snapshot([index for index, _ in flying])
+        states = plain_snapshot(self.world, [index for index, _ in flying]) if flying else None
+        if states is not None:
             for place, (index, row) in enumerate(flying):
                 row.snapshot, row.returned = states.take([place]), float(self.returns[index])
         elif flying:
@@ -326,6 +327,7 @@ class EpisodePlayer:
         # extendleft turns the order around; turned around before, rows keep theirs.
         self.waiting.extendleft(row for _, row in reversed(flying))
         self._vacate()
+        return len(flying) if states is None else 0
 
     def tree(self) -> dict[str, Any]:
         """Return the state for `restore`, to continue suspended episodes."""

@@ -208,10 +208,13 @@ class FinetuneConfig(AlgorithmConfig):
     """Extra groups in flight, as a fraction of those that an iteration learns from. Collection then does not wait for
     the longest episodes, which continue in the next iteration (APRIL). 0 waits for all.
     """
+    shards: Count = 1
+    """Number of parts that collection is divided into, for several workers (workers.count). Results depend on it, but
+    not on the number of workers.
+    """
     staleness: Natural = 0
-    """Maximum age, in updates, of the policy weights used for collection in a thread parallel to the learner. 0
-    alternates collection and learning and is reproducible; 1 was reproducible bit by bit in all measurements, 2 or more
-    is not.
+    """Age, in updates, of the policy weights used for collection parallel to learning; reproducible. Younger after a
+    checkpoint, where collection restarts. 0 alternates collection and learning.
     """
     policy_lag: Natural = 0
     """Fixed age, in updates, of the policy weights used for collection. It alternates with learning; reproducible."""
@@ -312,6 +315,8 @@ class FinetuneConfig(AlgorithmConfig):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
         _require_micro_batch(self.micro_batch)
+        if self.shards < 1:
+            raise ConfigError(f"shards={self.shards} must be at least 1.")
         if self.scored_steps < 0:
             raise ConfigError(f"scored_steps={self.scored_steps} must be at least 1, or 0 for all steps.")
         if not 0 < self.discount <= 1 or not 0 <= self.gae_lambda <= 1:

@@ -40,7 +40,8 @@ from robopolicy.rl.critic import Critic, ReturnScale
 from robopolicy.rl.preferences import StoresPairs
 from robopolicy.rl.registry import Need
 from robopolicy.rl.replay import Reincarnates
-from robopolicy.training.collection import make_collector
+from robopolicy.training.collection import ShardWorkers, make_collector
+from robopolicy.training.collection.protocol import Reports
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.course import Course, Ended, Oversight, score
 from robopolicy.training.experience import (
@@ -123,6 +124,7 @@ def finetune(
     guidance: Guidance = NO_GUIDANCE,
     after_checkpoint: AfterCheckpoint | None = None,
     oversight: Oversight | None = None,
+    workers: ShardWorkers | None = None,
 ) -> FinetuneResult:
     """Improve `policy` in `world`, in place.
 
@@ -132,14 +134,16 @@ def finetune(
     (the base included), or the last one without `evaluate`; at the end `policy` has its weights. After a kill the same
     call resumes and, on a CPU with the same number of threads, gives byte-identical results. guidance: extra inputs
     that some mechanisms need. seed: root of all random numbers. oversight: stopping settings with real evaluation, in
-    place of config.patience.
+    place of config.patience. With config.shards > 1, `world` has the rows of one shard; workers: what plays the
+    shards, None to play them here, one after the other. Results do not depend on it.
 
     Raises ConfigError for an invalid combination, NonFiniteError naming the quantity and the iteration, and
     RuntimeError if recomputed log-probabilities differ from those at acting time.
     """
     course = Course(oversight or Oversight(config.patience, watched=False), config.target_success)
     evaluations = evaluate, confirm
-    return _Finetuning(policy, critic, world, config, run, evaluations, seed, guidance, course).run(after_checkpoint)
+    tuning = _Finetuning(policy, critic, world, config, run, evaluations, seed, guidance, course, workers)
+    return tuning.run(after_checkpoint)
 
 
 class _Finetuning:
@@ -156,6 +160,7 @@ class _Finetuning:
         seed: int,
         guidance: Guidance,
         course: Course,
+        workers: ShardWorkers | None,
     ):
         self.policy = policy.eval()
         self.world = world
@@ -194,7 +199,12 @@ class _Finetuning:
         )
         stores_images = keeps_images(policy, self.critic, self.algorithm, others=others_read)
         images: Keeping = ("packed" if config.packed_images else "plain") if stores_images else "not"
-        self.collector = make_collector(world, policy, self.algorithm, config, seed, draws, *arguments, images=images)
+        self.collector = make_collector(
+            *(world, policy, self.algorithm, config, seed, draws, *arguments),
+            images=images,
+            turns=self.turns,
+            workers=workers,
+        )
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
         self.history: tuple[float, ...] = ()
@@ -246,7 +256,7 @@ class _Finetuning:
         start = time.perf_counter()
         # evaluations are fp32, as whoever plays the checkpoint is
         with learning_in(self.config.precision), in_pieces(self.config.micro_batch):
-            if self.turns is not None:
+            if self.turns is not None and not self.config.staleness:  # batches in the background set it themselves
                 self.turns.begin(self._context.share)
             collected_rollouts = self.collector.collect(self.iteration)
             with in_minibatches(minibatch_decisions(self.algorithm, self.config, collected_rollouts)):
@@ -275,6 +285,8 @@ class _Finetuning:
             metrics["staleness"] = float(
                 (self.iteration - collected_rollouts.policy_version[played_mask]).float().mean()
             )
+        if isinstance(self.collector, Reports):
+            metrics |= self.collector.report(self.iteration)
         # Only fresh decisions count: replayed ones cost no step in the world.
         self.env_steps += int(collected_rollouts.duration[collected_rollouts.played].sum())
         self.iteration += 1
@@ -452,7 +464,9 @@ class _Finetuning:
         require_same_parts(tree, current, self.run_folder.resume_point)
         for part in ("config", "collector"):
             require_same_parts(tree[part], current[part], self.run_folder.resume_point)
-        require_same_config(tree["config"], self._settings(), may_change=("iterations", "target_success", "patience"))
+        require_same_config(
+            tree["config"], self._settings(), may_change=("iterations", "target_success", "patience", "shards")
+        )
         self.iteration = tree["iteration"]
         self.env_steps = tree["env_steps"]
         self.best = tree["best"]

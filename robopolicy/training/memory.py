@@ -125,7 +125,7 @@ def held_by(needs: frozenset[Need], config: FinetuneConfig) -> tuple[str, ...]:
         holders.append("reference")
     if config.props_parts or config.staleness or config.policy_lag:
         holders.append("acting")
-    holders += ["earlier"] * (config.policy_lag + 1 if config.policy_lag else min(config.staleness, 1))
+    holders += ["earlier"] * (config.policy_lag + 1 if config.policy_lag else config.staleness)
     if config.proximal_policy == "average":
         holders += ["average", "average before"]
     return tuple(holders)

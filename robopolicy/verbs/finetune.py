@@ -16,12 +16,14 @@ from torch import nn
 from robopolicy.building.guidance import guidance_of
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.policies import choose_device, load_policy, load_trainable, trainable
+from robopolicy.building.shards import prepared, shard_workers
+from robopolicy.building.workers import Workers, open_workers
 from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.origin import origin_of, remember_origin
-from robopolicy.core.policy import Policy, TakesAdapters, Trainable
+from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
 from robopolicy.evaluation.success import compared, evaluate_policy
@@ -46,7 +48,7 @@ from worldmodels.protocol import BehindEncoder
 
 VERB = Verb(
     summary="Fine-tune a policy with RL in its denoising chain or on its tokens",
-    sections=("run", "world", "plan", "finetune", "lerobot"),
+    sections=("run", "world", "workers", "plan", "finetune", "lerobot"),
     example="robopolicy finetune recipe=push_cube run.seed=1",
     targets=("finetune.policy",),
     world_from={"finetune.policy": "train/checkpoint"},
@@ -56,10 +58,13 @@ VERB = Verb(
 
 def run(config: Config) -> int:
     """Fine-tune, or only print the memory it would take (dry_run)."""
-    return dry_run(config) if config.finetune.dry_run else tune(config)
+    if config.finetune.dry_run:
+        return dry_run(config)
+    with open_workers(config) as workers:
+        return tune(config, workers)
 
 
-def tune(config: Config) -> int:
+def tune(config: Config, workers: Workers) -> int:
     """Fine-tune, evaluate base and tuned policy on the same seeds, and record videos of both."""
     job = Job.open(config, "finetune", VERB.sections, "is already fine-tuned; run.overwrite=true starts over.")
     if job is None:
@@ -74,13 +79,11 @@ def tune(config: Config) -> int:
         raise ConfigError(
             f"{path} reads a world model's latent. Fine-tune it in that model: robopolicy imagine {path}."
         )
-    policy = load_trainable(path, config.lerobot, device)
-    policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
-    add_lora(policy, section.lora_rank)
+    policy = prepared(config, load_trainable(path, config.lerobot, device))
     base_module = base.module if isinstance(base, HoldsModule) else base
     if isinstance(base_module, nn.Module):
         share(policy, base_module)
-    world = build_world(config.world, base, batch_size=section.num_envs, device=device)
+    world = build_world(config.world, base, batch_size=section.shard_envs, device=device)
     say_memory(config, policy, base, world)
     judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
     remember_origin(policy, origin_of_section(config.world, world) or origin_of(base))
@@ -102,6 +105,7 @@ def tune(config: Config) -> int:
         confirm=confirm,
         seed=config.run.seed,
         guidance=guidance_of(config, world, config.world.model, policy),
+        workers=shard_workers(workers, path),
     )
     seconds = clock.seconds
     verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes)
@@ -113,7 +117,8 @@ def tune(config: Config) -> int:
     evidence = Evidence.of(job.folder.metrics(), finetuning.best)
     print_advice(verdicts, section, world.spec.horizon, finetuning.iterations, evidence, config.world.name)
     result = {**began_from(path), **finetuning.course, "env_steps": finetuning.env_steps, "seconds": seconds}
-    job.finish(compared(verdicts) | result)
+    restarted = sum(int(record.get("shards_restarted", 0)) for record in job.folder.metrics())
+    job.finish(compared(verdicts) | result | ({"shards_restarted": restarted} if restarted else {}))
     return 0
 
 
@@ -141,10 +146,8 @@ def planned(config: Config) -> MemoryBudget:
     folder = checkpoint_in(path)
     with nullcontext() if light is None else shapes_only():
         base, other = (load_policy(path) if light is None else light.load(folder, weights=False) for _ in range(2))
-        world = build_world(config.world, base, batch_size=section.num_envs)
-        policy = trainable(other, config.lerobot)
-        policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
-        add_lora(policy, section.lora_rank)
+        world = build_world(config.world, base, batch_size=section.shard_envs)
+        policy = prepared(config, trainable(other, config.lerobot))
         budget = memory_of(config, policy, base, world, torch.device("cpu"))
     world.close()
     return budget
@@ -169,7 +172,7 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     """Return the memory of one iteration in `world`, on the device of the policy and its base."""
     learning = narrowed(FinetuneConfig, config.finetune)
     algorithm = build_algorithm(learning)
-    rows, length = world.batch_size, learning.rollout_length
+    rows, length = world.batch_size * learning.shards, learning.rollout_length
     if Need.CRITIC not in algorithm.needs:
         rows, length = learning.groups * learning.group_size, -(-world.spec.horizon // policy.spec.chunk)
     takes_episodes = by_episode(algorithm, learning)
@@ -194,14 +197,3 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     with learning_in(learning.precision):
         step = plan(plain_policy, rows * length, minibatch, 1)
     return replace(budget, activations=budget.activations + step.activations, each=budget.each + step.each)
-
-
-def add_lora(policy: Policy, rank: int) -> None:
-    """Train LoRA adapters of this rank instead of the policy's weights; ConfigError for policies without adapters."""
-    if not rank:
-        return
-    if not isinstance(policy, TakesAdapters):
-        raise ConfigError(
-            f"finetune.lora_rank={rank}: {type(policy).__name__} does not support LoRA adapters. Token policies do."
-        )
-    policy.add_lora(rank)

@@ -169,6 +169,11 @@ def open_worlds(config: Config, base: Policy, model: Path, device: torch.device)
     checkpoint.
     """
     section, seed = config.finetune, config.run.seed
+    if section.shards > 1:
+        raise ConfigError(
+            f"finetune.shards={section.shards} applies to robopolicy finetune: imagined episodes are collected in this "
+            "process. Set finetune.shards=1."
+        )
     imagined_section = config.world.imagined_by(model)
     training = build_world(imagined_section, base, batch_size=section.num_envs, seed=seed, device=device)
     uncut = ImaginationSection(debounce=config.world.imagination.debounce)

@@ -103,6 +103,19 @@ class FinetuneSection(FinetuneConfig):
     videos: Natural = 8
     """Number of episodes in the video of base and fine-tuned policy, 0 for none."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_envs % self.shards:
+            raise ConfigError(
+                f"finetune.num_envs={self.num_envs} is not a multiple of finetune.shards={self.shards}: set "
+                f"finetune.num_envs={self.shards * -(-self.num_envs // self.shards)}."
+            )
+
+    @property
+    def shard_envs(self) -> int:
+        """Number of parallel environments of one shard."""
+        return self.num_envs // self.shards
+
 
 @dataclass(frozen=True)
 class TeachSection(TeachConfig):

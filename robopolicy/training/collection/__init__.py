@@ -11,15 +11,25 @@ from robopolicy.nn.sharing import copied
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
-from robopolicy.training.acting import Acting
+from robopolicy.training.acting import Acting, TeacherTurns
 from robopolicy.training.collection.copies import BackgroundCollector, DelayedCollector, PropsCollector
 from robopolicy.training.collection.episodes import EpisodeCollector, StreamCollector, start_pool
 from robopolicy.training.collection.protocol import BatchCollector, Collector
+from robopolicy.training.collection.shards import ShardedEpisodes, ShardedStreams, ShardPlayer, Shards, ShardWorkers
 from robopolicy.training.collection.stored import StoredPairs
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
 
-__all__ = ["BatchCollector", "Collector", "EpisodeCollector", "StreamCollector", "make_collector", "start_pool"]
+__all__ = [
+    "BatchCollector",
+    "Collector",
+    "EpisodeCollector",
+    "ShardPlayer",
+    "ShardWorkers",
+    "StreamCollector",
+    "make_collector",
+    "start_pool",
+]
 
 WHOLE = frozenset({Need.GROUPS, Need.EPISODES, Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
 """Needs that require whole episodes; without any of them, rollouts are continuous streams."""
@@ -37,19 +47,27 @@ def make_collector(
     pairs: Pairs | None = None,
     *,
     images: Keeping = "plain",
+    turns: TeacherTurns | None = None,
+    workers: ShardWorkers | None = None,
 ) -> Collector:
     """Build the collector of `policy`: synchronous, in a background thread, with delayed weights, or in parts (PROPS).
 
     seed: root of the episodes' seeds; generator: source of the policy's random numbers; demonstrations: states that
     hints start from; acting: builds the acting policy, None for `policy` itself. All but the synchronous collector act
     with a copy of the policy. pairs: stored preference pairs that replace collection, None to collect. images: storage
-    mode of camera images. Raises ConfigError when the algorithm cannot learn from these rollouts.
+    mode of camera images; turns: the teacher's share in `acting`; workers: what plays the shards, None for this
+    process. Raises ConfigError when the algorithm cannot learn from these rollouts.
     """
     if pairs is not None:
         return StoredPairs(pairs, world.spec, policy, algorithm, config, seed, generator.device)
 
     def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
         acts = None if acting is None else acting(actor)
+        if section.shards > 1:
+            shards = Shards(ShardPlayer(world, actor, section, acts, turns, images=images), policy, seed, workers)
+            if algorithm.needs & WHOLE:
+                return ShardedEpisodes(shards, algorithm, section, demonstrations)
+            return ShardedStreams(shards, section.rollout_length)
         if algorithm.needs & WHOLE:
             arguments = demonstrations, acts
             return EpisodeCollector(world, actor, algorithm, section, seed, generator, *arguments, images=images)
@@ -70,4 +88,12 @@ def make_collector(
         return PropsCollector(inner, policy, actor, instructions, generator, config.props_parts, past=past)
     if config.policy_lag:
         return DelayedCollector(in_turns(actor, config), policy, actor, config.policy_lag)
-    return BackgroundCollector(in_turns(actor, config), policy, actor, config.staleness)
+    return BackgroundCollector(
+        in_turns(actor, config),
+        policy,
+        actor,
+        config.staleness,
+        restart_every=config.checkpoint_every,
+        iterations=config.iterations,
+        **({} if turns is None else {"begin": lambda number: turns.begin(number / config.iterations)}),
+    )

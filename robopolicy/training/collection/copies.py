@@ -1,10 +1,10 @@
 """Collectors that act with a copy of the policy: in the background, with old weights, or steered (PROPS).
 
-In the background, with bounded staleness: a thread owns the world and a copy of the policy; physics and tensor work
-release Python's lock, so both really run at the same time. Admission is AReaL's rule (arXiv:2505.24298): batch n may be
-started once the learner has done n - staleness updates. Weights are taken over between batches, never inside one, so
-every decision of a batch has one version, unless it belongs to an episode that was left unfinished (APRIL) and goes on
-with newer weights. staleness 1 is collecting one batch ahead. `DelayedCollector` is as stale on purpose, repeatably.
+In the background, with a fixed staleness: a thread owns the world and a copy of the policy; physics and tensor work
+release Python's lock, so both run at the same time. Batch n is started once the learner has done n - staleness updates
+(the admission of AReaL, arXiv:2505.24298), with exactly those weights. All action chunks of a batch have one version,
+except those of episodes that continue from an earlier batch (APRIL). staleness 1 collects one batch ahead.
+`DelayedCollector` acts with equally old weights, but alternates with learning.
 
 PROPS collects on-policy data with less sampling error, by steering away from what has been sampled too often. An
 iteration's data comes in parts. After each part a copy of the policy learns to make what was drawn so far a little less
@@ -15,12 +15,13 @@ Hanna 2023, arXiv:2311.08290 (proximal robust on-policy sampling). On denoising 
 densities of all steps (the paper has Gaussian heads).
 """
 
-import threading
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from robopolicy.nn.optimisers import clip_gradients
 from robopolicy.nn.pieces import scores_of
 from robopolicy.nn.sharing import learned, load_learned
 from robopolicy.rl.weights import step_mean
-from robopolicy.training.collection.protocol import BatchCollector
+from robopolicy.training.collection.protocol import BatchCollector, Reports
 from robopolicy.training.experience import decisions_at, rescored
 
 
@@ -60,6 +61,10 @@ class CopyCollector(ABC):
         """Stop background work."""
         self.collector.close()
 
+    def report(self, number: int) -> dict[str, float]:
+        """Return the metrics of a batch; see `Reports`."""
+        return self.collector.report(number) if isinstance(self.collector, Reports) else {}
+
     def tree(self) -> dict[str, Any]:
         """Return the collector's state."""
         return self.collector.tree()
@@ -72,90 +77,89 @@ class CopyCollector(ABC):
 class BackgroundCollector(CopyCollector):
     """Runs `collector` in a separate thread, with `actor`, a copy of the policy that only this thread uses.
 
-    staleness: maximum number of updates that the thread may run ahead. With 1, the thread starts a batch as soon as the
-    previous one is done, with weights one update old. Runs then repeat bit by bit, unless the OS delays the thread for
-    a whole update. With 2 or more, the weights of a batch depend on timing and runs are not reproducible. `close` must
-    be called.
+    Batch n acts with the weights of update max(n - staleness, r), r being the iteration of the last restart. It is
+    started as soon as these weights exist, and `collect(n)` waits for it. Batches and observed outcomes reach the
+    collector in one fixed order, so results do not depend on timing. No batch is started that the next restart would
+    discard: `restart_every` is the number of iterations between restarts, `iterations` the length of the run. begin: is
+    called in the thread with the number of each batch, before it. `close` must be called.
     """
 
-    def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable, staleness: int):
+    def __init__(
+        self,
+        collector: BatchCollector,
+        policy: Trainable,
+        actor: Trainable,
+        staleness: int,
+        *,
+        restart_every: int,
+        iterations: int,
+        begin: Callable[[int], None] = lambda number: None,
+    ):
         super().__init__(collector, policy, actor)
         self.staleness = staleness
-        self._changed = threading.Condition()
-        self._ready: deque[Rollouts] = deque()
-        self._weights: dict[str, Tensor] | None = None
-        self._version = self._submitted = 0
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._stopping = False
+        self.restart_every, self.iterations = restart_every, iterations
+        self.begin = begin
+        self._thread: ThreadPoolExecutor | None = None
+        self._batches: dict[int, Future[Rollouts]] = {}
+        self._observed: deque[Future[None]] = deque()
+        self._next: int | None = None
 
     def collect(self, iteration: int) -> Rollouts:
-        """Pass the weights after `iteration` updates and wait for the next batch; re-raises the thread's errors."""
-        # A copy under no lock: the learner is between updates here.
-        weights = {name: value.detach().clone() for name, value in learned(self.policy).items()}
-        with self._changed:
-            self._weights, self._version = weights, iteration
-            self._changed.notify_all()
-            # The first batch after a (re)start is of the present iteration: nothing is collected for updates gone by.
-            if self._thread is None:
-                self._submitted = self._version = iteration
-                self._stopping = False
-                work = copy_context().run  # with it goes the precision that this thread learns in
-                self._thread = threading.Thread(target=work, args=(self._work,), name="collector", daemon=True)
-                self._thread.start()
-            while not self._ready and self._error is None:
-                self._changed.wait(0.2)  # wakes up for Ctrl-C
-            if self._error is not None:
-                raise self._error
-            batch = self._ready.popleft()
-            self._changed.notify_all()
-            return batch
+        """Start the batches that act with the weights after `iteration` updates, and wait for the batch of this number;
+        re-raises the thread's errors.
+        """
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="collector")
+        # The first batch after a restart is of the present iteration: nothing is collected for updates gone by.
+        first = iteration if self._next is None else self._next
+        restart = min((iteration // self.restart_every + 1) * self.restart_every, self.iterations)
+        self._next = max(first, min(iteration + self.staleness + 1, restart))
+        if first < self._next:
+            weights = {name: value.detach().clone() for name, value in learned(self.policy).items()}
+            for number in range(first, self._next):
+                self._batches[number] = self._submit(self._batch, number, iteration, weights)
+        rollouts = self._batches.pop(iteration).result()
+        while self._observed and self._observed[0].done():
+            self._observed.popleft().result()
+        return rollouts
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
-        """Record the outcomes of the initial states, between two batches of the thread."""
-        with self._changed:
-            super().observe(collected, prepared)
+        """Record the outcomes of the initial states, after the batches that have been started."""
+        parts = (rollouts.without(following=True, images=True) for rollouts in (collected, prepared))
+        self._observed.append(self._submit(self.collector.observe, *parts))
 
     def restart(self) -> None:
-        """Stop the thread and discard its batches; after a checkpoint, collection starts from fresh episodes."""
-        self.close()
-        self._ready.clear()
+        """Discard the batches that were started, and start new episodes at the next call."""
+        self._wait()
         super().restart()
 
     def close(self) -> None:
         """Stop the thread after its current batch."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.shutdown(cancel_futures=True)
             self._thread = None
+        self._batches.clear()
+        self._next = None
+        super().close()
 
-    def _work(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    # AReaL's admission: batch n waits until n - staleness updates are done.
-                    while not self._stopping and self._submitted > self._version + self.staleness:
-                        self._changed.wait()
-                    if self._stopping:
-                        return
-                    batch = self._submitted
-                    version = self._version
-                    weights = self._weights
-                    self._submitted, self._weights = batch + 1, None
-                # Between batches only: a batch is of one version.
-                if weights is not None:
-                    load_learned(self.actor, weights)
-                rollouts = self.collector.batch(batch, version)
-                with self._changed:
-                    self._ready.append(rollouts)
-                    self._changed.notify_all()
-        # Kept for `collect`, which raises it in the trainer's thread; otherwise the trainer would wait for ever.
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+    def _submit[**P, R](self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
+        assert self._thread is not None
+        # With the context goes the precision that this thread learns in.
+        return self._thread.submit(partial(copy_context().run, work, *args, **kwargs))
+
+    def _batch(self, number: int, version: int, weights: Mapping[str, Tensor]) -> Rollouts:
+        load_learned(self.actor, weights)
+        self.begin(number)
+        return self.collector.batch(number, version)
+
+    def _wait(self) -> None:
+        """Let all started work end: what it leaves in the collector's state must not depend on timing."""
+        for batch in self._batches.values():
+            batch.exception()  # nothing needs these batches
+        while self._observed:
+            self._observed.popleft().result()
+        self._batches.clear()
+        self._next = None
 
 
 class DelayedCollector(CopyCollector):
@@ -258,6 +262,13 @@ class PropsCollector(CopyCollector):
             *(_marked(rollouts, True, iteration) for rollouts in past),
         ]
         return concatenate(marked_parts)
+
+    def report(self, number: int) -> dict[str, float]:
+        """Return the metrics of an iteration, summed over its parts; see `Reports`."""
+        total = Counter[str]()
+        for part in range(self.parts):
+            total.update(super().report(number * self.parts + part))
+        return dict[str, float](total)
 
     def tree(self) -> dict[str, Any]:
         """Return the collector's state and the stored rollouts."""

@@ -5,7 +5,8 @@ Groups are for algorithms that compare outcomes, streams for those with a critic
 """
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import derive, episode_seeds
@@ -35,6 +36,12 @@ def start_pool(seed: int, starts: int, instructions: int = 1) -> tuple[np.ndarra
     """
     tasks = [start % instructions for start in range(starts)] if instructions > 1 else []
     return episode_seeds(seed, "starts", starts), tasks
+
+
+def branching_of(config: FinetuneConfig) -> Branching:
+    """Return the configured branching of episodes."""
+    uncertain = config.branch_by == "uncertainty"
+    return Branching(config.branch_at, config.branch_width, config.branch_sampling_step, uncertain)
 
 
 class EpisodeCollector:
@@ -65,9 +72,7 @@ class EpisodeCollector:
         self.sampler = algorithm.sampler()
         self.allocator = algorithm.allocator()
         self.hint = None if algorithm.hint is None else algorithm.hint()
-        uncertain = config.branch_by == "uncertainty"
-        branching = Branching(config.branch_at, config.branch_width, config.branch_sampling_step, uncertain)
-        actor = policy if acts is None else acts
+        actor, branching = policy if acts is None else acts, branching_of(config)
         self.player = EpisodePlayer(world, actor, branching, max_idle_chunks=config.max_idle_chunks, images=images)
         self.provision = math.ceil((1 + config.overprovision) * config.groups)
         self.begun: dict[int, tuple[int, float]] = {}
@@ -79,10 +84,28 @@ class EpisodeCollector:
     def batch(self, number: int, version: int) -> Rollouts:
         """Return the episodes of batch `number`, with `start` and `hint` [B, T] among their extras."""
         with while_collecting(number):
-            rollouts = with_executed(self._groups(number, version), self.policy, self.world.spec.instructions, version)
-            # Held episodes too: only now does the policy have the weights that acted in them.
-            self.player.rescore(lambda held: self._executed(held, version))
-            return rollouts
+            return self._finished(self._groups(number, version), version)
+
+    @property
+    def held(self) -> set[int]:
+        """Groups that were requested and not yet returned."""
+        return self.player.held
+
+    def _play(
+        self, requests: Sequence[Request], batch: int, version: int, groups: int | None = None, *, again: bool = False
+    ) -> Rollouts:
+        """Play requests until `groups` groups are complete (None: all).
+
+        again: these add episodes to groups that were played in the same batch.
+        """
+        return self.player.play(requests, self.generator, groups=groups, version=version)
+
+    def _finished(self, rollouts: Rollouts, version: int) -> Rollouts:
+        """Return rollouts with the log-probabilities of the executed part of chunks."""
+        rollouts = with_executed(rollouts, self.policy, self.world.spec.instructions, version)
+        # Held episodes too: only now does the policy have the weights that acted in them.
+        self.player.rescore(lambda held: self._executed(held, version))
+        return rollouts
 
     def _executed(self, held: Rollouts, version: int) -> Tensor:
         """Compute log-probabilities of the executed part of chunks [n, 1, K] while the policy still has the acting
@@ -124,7 +147,7 @@ class EpisodeCollector:
         """
         # Group numbers never repeat in a run: held groups of an earlier batch keep theirs.
         config, first = self.config, batch * self.provision
-        seeds, starts = self._propose(batch, self.provision - len(self.player.held))
+        seeds, starts = self._propose(batch, self.provision - len(self.held))
         _, pool = start_pool(self.seed, config.num_initial_states, len(self.world.spec.instructions))
         tasks = [pool[start] for start in starts] if pool else []
         states, depths = self._hinted(batch, starts)
@@ -137,16 +160,16 @@ class EpisodeCollector:
 
         sizes = self.allocator.plan(self.sampler.predict(starts), config.group_size)
         group_target = config.groups if config.overprovision else None
-        rollouts = self.player.play(requests(list(sizes)), self.generator, groups=group_target, version=version)
+        rollouts = self._play(requests(list(sizes)), batch, version, group_target)
         extra_episodes = self._more(rollouts, first, len(seeds))
         if sum(extra_episodes):
-            added = self.player.play(requests(extra_episodes), self.generator, version=version)
+            added = self._play(requests(extra_episodes), batch, version, again=True)
             rollouts = concatenate([rollouts, added], same_groups=True)
         origins = [self.begun[group] for group in rollouts.group.tolist()]
         device, shape = rollouts.group.device, rollouts.shape
         start = torch.tensor([start for start, _ in origins], device=device)
         depth = torch.tensor([depth for _, depth in origins], device=device)
-        groups_kept = self.player.held
+        groups_kept = self.held
         self.begun = {group: origin for group, origin in self.begun.items() if group in groups_kept}
         return rollouts.with_extras(start=start[:, None].expand(shape), hint=depth[:, None].expand(shape))
 
@@ -201,17 +224,34 @@ class EpisodeCollector:
         return {
             "sampler": self.sampler.state(),
             "hint": {} if self.hint is None else self.hint.state(),
-            "player": self.player.tree(),
+            "player": self._player_tree(),
             "begun": {str(group): list(origin) for group, origin in self.begun.items()},
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore the state from `tree`."""
         self.sampler.restore(tree["sampler"])
-        self.player.restore(tree["player"])
-        self.begun = {int(group): (start, depth) for group, (start, depth) in tree["begun"].items()}
+        begun = {int(group): (start, depth) for group, (start, depth) in tree["begun"].items()}
+        if self._restore_player(tree["player"]):
+            self.begun = begun
+        elif begun:
+            warnings.warn(
+                f"{len(begun)} unfinished groups were collected with another finetune.shards and are dropped.",
+                RobopolicyWarning,
+                stacklevel=3,
+            )
         if self.hint is not None:
             self.hint.restore(tree["hint"])
+
+    def _player_tree(self) -> dict[str, Any]:
+        return self.player.tree()
+
+    def _restore_player(self, tree: Mapping[str, Any]) -> bool:
+        """Restore the unfinished episodes, unless they were collected with another number of shards."""
+        if "states" in tree:
+            return False
+        self.player.restore(tree)
+        return True
 
 
 class StreamCollector:

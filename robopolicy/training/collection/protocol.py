@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from robopolicy.core.errors import NonFiniteError
 from robopolicy.core.rollouts import Rollouts
@@ -46,6 +46,15 @@ class BatchCollector(Collector, Protocol):
 
     def batch(self, number: int, version: int) -> Rollouts:
         """Return the rollouts of batch `number` (it determines their seeds), marked with policy `version`."""
+        ...
+
+
+@runtime_checkable
+class Reports(Protocol):
+    """A collector with metrics of its own."""
+
+    def report(self, number: int) -> dict[str, float]:
+        """Return and forget the metrics of batch `number`, by name."""
         ...
 
 
