@@ -105,7 +105,7 @@ def test_everybody_who_holds_the_weights_is_counted():
 
     assert extra() == ()
     assert extra((Need.BASE,), props_parts=2) == ("reference", "acting")
-    assert extra(staleness=2) == ("acting", "earlier")
+    assert extra(staleness=2) == ("acting", "earlier", "earlier")
     assert extra(policy_lag=1) == ("acting", "earlier", "earlier")
     assert extra(proximal_policy="average") == ("average", "average before")
 

@@ -1,0 +1,103 @@
+"""Fine-tuning with shards ends in the same bytes for any number of workers, whoever dies, however often it stops."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tiny_runs import TINY
+
+from robopolicy.cli import main
+from robopolicy.workers.local import LocalPool
+
+pytestmark = pytest.mark.long
+
+TUNE = [
+    *TINY,
+    *("finetune.shards=4", "finetune.num_envs=32", "finetune.rollout_length=3", "finetune.iterations=6"),
+    *("finetune.epochs=1", "finetune.minibatch=64", "finetune.critic_width=16", "finetune.checkpoint_every=3"),
+    *("finetune.evaluate_every=3", "finetune.evaluate_episodes=8", "finetune.videos=0", "world.batch_size=8"),
+    "finetune.target_success=null",
+]
+GROUPS = ("finetune.algorithm=grpo", "finetune.groups=8", "finetune.group_size=4", "finetune.overprovision=0.5")
+CASES = {"streams": (), "groups": GROUPS, "behind": ("finetune.staleness=1",)}
+
+
+def tuned(root: Path, name: str, *settings: str) -> int:
+    policy = root / "train" / "reach_planar" / "0" / "checkpoint"
+    return main(["finetune", str(policy), *TUNE, f"run.root={root}", f"run.name={name}", *settings])
+
+
+def weights(root: Path, name: str) -> dict[str, bytes]:
+    folder = root / "finetune" / name / "0"
+    return {str(each.relative_to(folder)): each.read_bytes() for each in sorted(folder.rglob("*.safetensors"))}
+
+
+def killer(kind: type[BaseException] | None, at: int) -> tuple[type, list[int]]:
+    """Return a pool that kills a busy worker in its map number `at`, or raises, and the list of those killed."""
+    killed: list[int] = []
+
+    class Killer(LocalPool):
+        maps = 0
+
+        def map(self, function, items):
+            Killer.maps += 1
+            for result in super().map(function, items):
+                if Killer.maps == at and not killed:
+                    busy = [worker.process.pid for worker in self._busy.values()]
+                    if kind is not None:
+                        killed.append(0)
+                        raise kind
+                    if busy:
+                        killed.append(busy[0])
+                        os.kill(busy[0], signal.SIGKILL)
+                yield result
+
+    return Killer, killed
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_for_every_number_of_workers_after_deaths_and_interruptions(root, case, monkeypatch, capsys):
+    settings = CASES[case]
+    assert tuned(root, f"{case}1", *settings) == 0
+    expected = weights(root, f"{case}1")
+    assert any(name.startswith("checkpoint") for name in expected)
+    for count in (2, 4):
+        assert tuned(root, f"{case}{count}", *settings, f"workers.count={count}") == 0
+        assert weights(root, f"{case}{count}") == expected
+    with monkeypatch.context() as patched:
+        pool, killed = killer(None, 3)
+        patched.setattr("robopolicy.workers.local.LocalPool", pool)
+        assert tuned(root, f"{case}-killed", *settings, "workers.count=2") == 0
+    assert killed and weights(root, f"{case}-killed") == expected
+    with monkeypatch.context() as patched:
+        pool, killed = killer(KeyboardInterrupt, 5)
+        patched.setattr("robopolicy.workers.local.LocalPool", pool)
+        assert tuned(root, f"{case}-stopped", *settings, "workers.count=2") == 130
+    assert killed
+    assert tuned(root, f"{case}-stopped", *settings) == 0
+    assert weights(root, f"{case}-stopped") == expected
+    lines = (root / "finetune" / f"{case}2" / "0" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines][1:]
+    assert all(record["bytes_sent"] > 0 and record["bytes_received"] > 0 for record in records)
+
+
+def test_a_run_that_resumes_with_other_shards_says_so(root, monkeypatch, capsys):
+    with monkeypatch.context() as patched:
+        pool, killed = killer(KeyboardInterrupt, 5)
+        patched.setattr("robopolicy.workers.local.LocalPool", pool)
+        assert tuned(root, "other", "workers.count=2") == 130
+    assert killed
+    capsys.readouterr()
+    assert tuned(root, "other", "finetune.shards=2") == 0
+    assert "shards was 4, now 2" in " ".join(capsys.readouterr().err.split())
+    described = json.loads((root / "finetune" / "other" / "0" / "versions.json").read_text())
+    assert described["resumed_with"] == [{"shards": 2}]
+
+
+def test_more_workers_than_shards_are_idle_and_uneven_shards_are_refused(root, capsys):
+    assert tuned(root, "uneven", "finetune.shards=5") == 1
+    assert "finetune.num_envs=35" in " ".join(capsys.readouterr().err.split())
+    assert tuned(root, "idle", "finetune.iterations=1", "finetune.shards=1", "workers.count=2") == 0
+    assert "set finetune.shards=2" in " ".join(capsys.readouterr().err.split())
