@@ -1,14 +1,18 @@
-"""Sharded collection on workers: each builds one shard's world and the policy from settings and a checkpoint.
+"""Fine-tuning on workers: each builds worlds and policy from settings and a checkpoint, collects shards and evaluates.
 
-Only settings, learned weights, states of shards and rollouts cross, as plain data with numpy arrays.
+Only settings, learned weights, states of shards, rollouts and outcomes cross, as plain data with numpy arrays.
 """
 
 import json
+import threading
+import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from robopolicy.building.guidance import acting_guidance_of
 from robopolicy.building.policies import choose_device, load_policy, trainable
@@ -17,12 +21,15 @@ from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, RobopolicyNote
 from robopolicy.core.policy import Policy, RecordsMeans, TakesAdapters, Trainable
+from robopolicy.core.pools import Pool
 from robopolicy.core.run import grounds
 from robopolicy.core.structured import from_plain, narrowed, to_plain
 from robopolicy.core.tensors import to_arrays, to_tensors
+from robopolicy.core.world import World
+from robopolicy.evaluation.waves import Wave, play_wave
 from robopolicy.nn.pieces import in_pieces
 from robopolicy.nn.precision import learning_in
-from robopolicy.nn.sharing import load_learned
+from robopolicy.nn.sharing import learned, load_learned
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.registry import Need
 from robopolicy.training.collection import ShardPlayer, ShardWorkers
@@ -48,42 +55,143 @@ def add_lora(policy: Policy, rank: int) -> None:
     policy.add_lora(rank)
 
 
-def shard_workers(workers: Workers, policy: Path) -> ShardWorkers | None:
-    """Return the workers that collect for fine-tuning the checkpoint `policy`, None without workers."""
-    config = workers.config
-    if workers.pool is None:
-        return None
-    if config.finetune.shards < workers.pool.workers:
-        warnings.warn(
-            f"Only {config.finetune.shards} of {workers.pool.workers} workers collect: set finetune.shards="
-            f"{workers.pool.workers} (results depend on it).",
-            RobopolicyNote,
-            stacklevel=3,
-        )
-    sections = {name: to_plain(part) for name, part in vars(config).items() if is_dataclass(part)}
-    job = {"config": sections, "policy": str(policy), "grounds": grounds()}
-    return ShardWorkers(workers.pool, "robopolicy.building.shards:play_shard", job)
+@dataclass(frozen=True)
+class TuningWorkers:
+    """Workers of one fine-tuning run: they collect and evaluate with the learned weights of now.
+
+    pool: None if the run collects and evaluates in its own process; job: handle of the settings from which a worker
+    builds worlds and policy.
+    """
+
+    pool: Pool | None
+    job: Any = None
+
+    @staticmethod
+    def of(workers: Workers, policy: Path) -> "TuningWorkers":
+        """Return the workers that fine-tune the checkpoint `policy`."""
+        config = workers.config
+        if workers.pool is None:
+            return TuningWorkers(None)
+        count, shards = workers.pool.workers, config.finetune.shards
+        if shards < count:
+            warnings.warn(
+                f"Only {shards} of {count} workers collect: set finetune.shards={count}; results depend on it.",
+                RobopolicyNote,
+                stacklevel=3,
+            )
+        sections = {name: to_plain(part) for name, part in vars(config).items() if is_dataclass(part)}
+        pool = OneAtATime(workers.pool)
+        return TuningWorkers(pool, pool.put({"config": sections, "policy": str(policy), "grounds": grounds()}))
+
+    @property
+    def collecting(self) -> ShardWorkers | None:
+        """What plays shards; None: this process."""
+        return None if self.pool is None else ShardWorkers(self.pool, f"{__name__}:play_shard", self.job)
+
+    def players(self, policy: Trainable) -> "TunedPlayers | None":
+        """Return what plays evaluations of `policy` with its weights of now; None: this process."""
+        return None if self.pool is None else TunedPlayers(self.pool, self.job, policy)
 
 
-_players: dict[str, ShardPlayer] = {}
-"""The player that this process has built, by its job."""
+@dataclass(frozen=True)
+class TunedPlayers:
+    """Plays batches of a policy that is being fine-tuned; see `robopolicy.evaluation.success.Players`."""
+
+    pool: Pool
+    job: Any
+    policy: Trainable
+
+    def play(
+        self, batches: Sequence[np.ndarray], noise_seed: int, deterministic: bool
+    ) -> Iterator[tuple[int, Wave, float]]:
+        """Yield place in `batches`, outcomes and seconds of every batch of seeds [n], in order of arrival."""
+        common = {"job": self.job, "weights": self.pool.put(to_arrays(learned(self.policy)))}
+        common |= {"noise_seed": int(noise_seed), "deterministic": deterministic}
+        items = [{**common, "seeds": seeds} for seeds in batches]
+        for place, played in self.pool.map(f"{__name__}:play_tuned", items):
+            yield place, Wave(**played["wave"]), float(played["seconds"])
+
+
+class OneAtATime:
+    """A pool for several threads, such as collection parallel to learning and evaluation: one `map` at a time."""
+
+    def __init__(self, pool: Pool):
+        self.pool, self.workers = pool, pool.workers
+        self._lock = threading.Lock()
+
+    def put(self, value: Any) -> Any:
+        """See `Pool`."""
+        return self.pool.put(value)
+
+    def map(self, function: str, items: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
+        """See `Pool`."""
+        with self._lock:
+            yield from self.pool.map(function, items)
+
+    def close(self) -> None:
+        """See `Pool`."""
+        self.pool.close()
+
+
+@dataclass
+class _Place:
+    """What a worker has built for a job."""
+
+    config: Config
+    base: Policy
+    player: ShardPlayer
+    judging: World | None = None
+
+    def world_for_evaluation(self) -> World:
+        """Return the world of evaluations, which is built when it is first needed."""
+        if self.judging is None:
+            device, episodes = self.player.device, self.config.finetune.evaluate_episodes
+            self.judging = build_world(self.config.world, self.base, episodes=episodes, device=device)
+        return self.judging
+
+    def close(self) -> None:
+        """Close the worlds."""
+        self.player.world.close()
+        if self.judging is not None:
+            self.judging.close()
+
+
+_places: dict[str, _Place] = {}
+"""What this process has built last, by its job."""
 
 
 def play_shard(job: Mapping[str, Any], weights: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, Any]:
     """Play one batch of one shard in a worker; see `ShardPlayer.play`. weights: learned weights, name -> array."""
-    key = json.dumps(job, sort_keys=True)
-    if key not in _players:
-        for player in _players.values():
-            player.world.close()
-        _players.clear()
-        _players[key] = _built(job)
-    player = _players[key]
-    load_learned(player.policy, to_tensors(weights, player.device))
+    player = _place_with(job, weights).player
     with learning_in(player.config.precision), in_pieces(player.config.micro_batch):
         return to_arrays(player.play(item))
 
 
-def _built(job: Mapping[str, Any]) -> ShardPlayer:
+def play_tuned(
+    job: Mapping[str, Any], weights: Mapping[str, Any], seeds: np.ndarray, noise_seed: int, deterministic: bool
+) -> dict[str, Any]:
+    """Play one batch of an evaluation in a worker; return its outcomes (the fields of `Wave`) and seconds."""
+    place = _place_with(job, weights)
+    world, policy, device = place.world_for_evaluation(), place.player.policy, place.player.device
+    start = time.perf_counter()
+    wave = play_wave(world, policy, np.asarray(seeds), noise_seed, deterministic=deterministic, device=device)
+    return {"wave": asdict(wave), "seconds": time.perf_counter() - start}
+
+
+def _place_with(job: Mapping[str, Any], weights: Mapping[str, Any]) -> _Place:
+    """Return what this worker has built for a job, with these weights."""
+    key = json.dumps(job, sort_keys=True)
+    if key not in _places:
+        for place in _places.values():
+            place.close()
+        _places.clear()
+        _places[key] = _built(job)
+    place = _places[key]
+    load_learned(place.player.policy, to_tensors(weights, place.player.device))
+    return place
+
+
+def _built(job: Mapping[str, Any]) -> _Place:
     """Build a world with the rows of one shard, and the policy that acts in it."""
     kinds = {name: type(getattr(Config(), name)) for name in job["config"]}
     config = Config(**{name: from_plain(kinds[name], part, name) for name, part in job["config"].items()})
@@ -99,7 +207,7 @@ def _built(job: Mapping[str, Any]) -> ShardPlayer:
     turns = guidance.turns(section.teacher_fraction, section.teacher_decay_fraction)
     acting = guidance.who_acts(turns)
     acts = None if acting is None else acting(policy)
-    return ShardPlayer(world, policy, section, acts, turns, images=job["images"])
+    return _Place(config, base, ShardPlayer(world, policy, section, acts, turns))
 
 
 def _require_same_grounds(expected: Mapping[str, Any]) -> None:

@@ -134,8 +134,8 @@ def finetune(
     (the base included), or the last one without `evaluate`; at the end `policy` has its weights. After a kill the same
     call resumes and, on a CPU with the same number of threads, gives byte-identical results. guidance: extra inputs
     that some mechanisms need. seed: root of all random numbers. oversight: stopping settings with real evaluation, in
-    place of config.patience. With config.shards > 1, `world` has the rows of one shard; workers: what plays the
-    shards, None to play them here, one after the other. Results do not depend on it.
+    place of config.patience. With config.shards > 1, `world` has the rows of one shard; workers: that play the
+    shards, None to play them here, one after the other. Results do not depend on them.
 
     Raises ConfigError for an invalid combination, NonFiniteError naming the quantity and the iteration, and
     RuntimeError if recomputed log-probabilities differ from those at acting time.

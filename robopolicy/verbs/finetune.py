@@ -3,6 +3,7 @@ base.
 
 Progress is measured on validation seeds; the final evaluation uses other seeds. If interrupted, run the same command
 again: it resumes from the last checkpoint and gives the same result. world=worldmodel fine-tunes in imagination.
+finetune.shards=N workers.count=N collects in N processes; results depend on finetune.shards, not on the workers.
 """
 
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from torch import nn
 from robopolicy.building.guidance import guidance_of
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.policies import choose_device, load_policy, load_trainable, trainable
-from robopolicy.building.shards import prepared, shard_workers
+from robopolicy.building.shards import TuningWorkers, prepared
 from robopolicy.building.workers import Workers, open_workers
 from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
@@ -89,9 +90,13 @@ def tune(config: Config, workers: Workers) -> int:
     remember_origin(policy, origin_of_section(config.world, world) or origin_of(base))
     require_target(section.target_success, judging)
 
+    on_workers = TuningWorkers.of(workers, path)
+    players = partial(on_workers.players, policy)
+
     def confirm(candidate: Policy, iteration: int) -> dict[str, float]:
         fresh_seeds = confirming_seeds(config, iteration, section.evaluate_episodes)
-        return evaluate_policy(judging, candidate, fresh_seeds, device=device, label="confirm").figures()
+        options = {"device": device, "label": "confirm", "players": players()}
+        return evaluate_policy(judging, candidate, fresh_seeds, **options).figures()
 
     clock = job.folder.clock()
     critic = build_critic(world, section, config.run.seed).to(device)
@@ -101,11 +106,11 @@ def tune(config: Config, workers: Workers) -> int:
         world,
         narrowed(FinetuneConfig, section),
         job.folder,
-        evaluate=job.evaluator(judging, section.evaluate_episodes),
+        evaluate=job.evaluator(judging, section.evaluate_episodes, players),
         confirm=confirm,
         seed=config.run.seed,
         guidance=guidance_of(config, world, config.world.model, policy),
-        workers=shard_workers(workers, path),
+        workers=on_workers.collecting,
     )
     seconds = clock.seconds
     verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes)

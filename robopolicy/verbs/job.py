@@ -35,7 +35,7 @@ from robopolicy.core.tensors import file_hash
 from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.scores import Anchors, normalised_score
-from robopolicy.evaluation.success import Verdict, evaluate_policy, judge, require_success
+from robopolicy.evaluation.success import Players, Verdict, evaluate_policy, judge, require_success
 from robopolicy.evaluation.tables import instruction_table
 from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.nn.precision import learning_in
@@ -74,16 +74,25 @@ class Job:
             return None
         return Job(config, folder, choose_device(config.run))
 
-    def evaluator(self, world: World, episodes: int) -> Callable[..., dict[str, float]]:
+    def evaluator(
+        self, world: World, episodes: int, players: Callable[[], Players | None] = lambda: None
+    ) -> Callable[..., dict[str, float]]:
         """Return the validation function of a learning policy: (policy, deterministic=True) -> metrics.
 
-        It plays the same episodes every time, on seeds that the final evaluation does not use.
+        It plays the same episodes every time, on seeds that the final evaluation does not use. players: returns what
+        plays the policy on workers, None for this process.
         """
         seeds = episode_seeds(self.config.run.seed, "validate", episodes)
 
         def evaluate(policy: Policy, deterministic: bool = True) -> dict[str, float]:
             result = evaluate_policy(
-                world, policy, seeds, deterministic=deterministic, device=self.device, label="validate"
+                world,
+                policy,
+                seeds,
+                deterministic=deterministic,
+                device=self.device,
+                label="validate",
+                players=players(),
             )
             return result.figures()
 

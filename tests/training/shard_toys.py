@@ -50,7 +50,7 @@ class SavedWorld(UnevenWorld):
 def player_of(job: Mapping[str, Any]) -> ShardPlayer:
     """Build the world and policy of a job."""
     world = {"saved": SavedWorld, "uneven": UnevenWorld}[job["world"]](job["rows"])
-    return ShardPlayer(world, ChainPolicy(), from_plain(FinetuneConfig, job["config"], "finetune"), images="not")
+    return ShardPlayer(world, ChainPolicy(), from_plain(FinetuneConfig, job["config"], "finetune"))
 
 
 _players: list[ShardPlayer] = []

@@ -11,13 +11,13 @@ from tiny_runs import TINY
 from robopolicy.cli import main
 from robopolicy.workers.local import LocalPool
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 TUNE = [
-    *TINY,
-    *("finetune.shards=4", "finetune.num_envs=32", "finetune.rollout_length=3", "finetune.iterations=6"),
-    *("finetune.epochs=1", "finetune.minibatch=64", "finetune.critic_width=16", "finetune.checkpoint_every=3"),
-    *("finetune.evaluate_every=3", "finetune.evaluate_episodes=8", "finetune.videos=0", "world.batch_size=8"),
+    *TINY[:2],
+    *("finetune.shards=4", "finetune.num_envs=32", "finetune.rollout_length=3", "finetune.iterations=5"),
+    *("finetune.epochs=1", "finetune.minibatch=64", "finetune.critic_width=16", "finetune.checkpoint_every=2"),
+    *("finetune.evaluate_every=2", "finetune.evaluate_episodes=16", "finetune.videos=0", "world.batch_size=8"),
     "finetune.target_success=null",
 ]
 GROUPS = ("finetune.algorithm=grpo", "finetune.groups=8", "finetune.group_size=4", "finetune.overprovision=0.5")
@@ -35,14 +35,14 @@ def weights(root: Path, name: str) -> dict[str, bytes]:
 
 
 def killer(kind: type[BaseException] | None, at: int) -> tuple[type, list[int]]:
-    """Return a pool that kills a busy worker in its map number `at`, or raises, and the list of those killed."""
+    """Return a pool that kills a busy worker in collection number `at`, or raises, and the list of those killed."""
     killed: list[int] = []
 
     class Killer(LocalPool):
         maps = 0
 
         def map(self, function, items):
-            Killer.maps += 1
+            Killer.maps += function.endswith("play_shard")
             for result in super().map(function, items):
                 if Killer.maps == at and not killed:
                     busy = [worker.process.pid for worker in self._busy.values()]
@@ -57,35 +57,58 @@ def killer(kind: type[BaseException] | None, at: int) -> tuple[type, list[int]]:
     return Killer, killed
 
 
+@pytest.fixture(scope="module")
+def expected(root):
+    """Return the weights of a case's run in this process."""
+    made: dict[str, dict[str, bytes]] = {}
+
+    def of(case: str) -> dict[str, bytes]:
+        if case not in made:
+            assert tuned(root, case, *CASES[case]) == 0
+            made[case] = weights(root, case)
+            assert {"checkpoint/model.safetensors", "resume/trainer.safetensors"} <= made[case].keys()
+        return made[case]
+
+    return of
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_equal_for_every_number_of_workers(root, expected, count):
+    assert tuned(root, f"workers{count}", f"workers.count={count}") == 0
+    assert weights(root, f"workers{count}") == expected("streams")
+    lines = (root / "finetune" / f"workers{count}" / "0" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert all(record["bytes_sent"] > 0 and record["bytes_received"] > 0 for record in records[1:])
+    alone = [json.loads(line) for line in (root / "finetune/streams/0/metrics.jsonl").read_text().splitlines()]
+    for record, other in zip(records, alone, strict=True):
+        assert {key: record[key] for key in other if "seconds" not in key} == {
+            key: value for key, value in other.items() if "seconds" not in key
+        }
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_equal_for_every_number_of_workers_after_deaths_and_interruptions(root, case, monkeypatch, capsys):
-    settings = CASES[case]
-    assert tuned(root, f"{case}1", *settings) == 0
-    expected = weights(root, f"{case}1")
-    assert any(name.startswith("checkpoint") for name in expected)
-    for count in (2, 4):
-        assert tuned(root, f"{case}{count}", *settings, f"workers.count={count}") == 0
-        assert weights(root, f"{case}{count}") == expected
+def test_equal_after_the_death_of_a_worker(root, expected, case, monkeypatch):
     with monkeypatch.context() as patched:
         pool, killed = killer(None, 3)
         patched.setattr("robopolicy.workers.local.LocalPool", pool)
-        assert tuned(root, f"{case}-killed", *settings, "workers.count=2") == 0
-    assert killed and weights(root, f"{case}-killed") == expected
+        assert tuned(root, f"{case}-killed", *CASES[case], "workers.count=2") == 0
+    assert killed and weights(root, f"{case}-killed") == expected(case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_after_an_interruption(root, expected, case, monkeypatch):
     with monkeypatch.context() as patched:
-        pool, killed = killer(KeyboardInterrupt, 5)
+        pool, killed = killer(KeyboardInterrupt, 4)
         patched.setattr("robopolicy.workers.local.LocalPool", pool)
-        assert tuned(root, f"{case}-stopped", *settings, "workers.count=2") == 130
+        assert tuned(root, f"{case}-stopped", *CASES[case], "workers.count=2") == 130
     assert killed
-    assert tuned(root, f"{case}-stopped", *settings) == 0
-    assert weights(root, f"{case}-stopped") == expected
-    lines = (root / "finetune" / f"{case}2" / "0" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines][1:]
-    assert all(record["bytes_sent"] > 0 and record["bytes_received"] > 0 for record in records)
+    assert tuned(root, f"{case}-stopped", *CASES[case], "workers.count=3") == 0
+    assert weights(root, f"{case}-stopped") == expected(case)
 
 
 def test_a_run_that_resumes_with_other_shards_says_so(root, monkeypatch, capsys):
     with monkeypatch.context() as patched:
-        pool, killed = killer(KeyboardInterrupt, 5)
+        pool, killed = killer(KeyboardInterrupt, 4)
         patched.setattr("robopolicy.workers.local.LocalPool", pool)
         assert tuned(root, "other", "workers.count=2") == 130
     assert killed

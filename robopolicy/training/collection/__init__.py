@@ -55,7 +55,7 @@ def make_collector(
     seed: root of the episodes' seeds; generator: source of the policy's random numbers; demonstrations: states that
     hints start from; acting: builds the acting policy, None for `policy` itself. All but the synchronous collector act
     with a copy of the policy. pairs: stored preference pairs that replace collection, None to collect. images: storage
-    mode of camera images; turns: the teacher's share in `acting`; workers: what plays the shards, None for this
+    mode of camera images; turns: the teacher's share in `acting`; workers: that play the shards, None for this
     process. Raises ConfigError when the algorithm cannot learn from these rollouts.
     """
     if pairs is not None:
@@ -64,7 +64,7 @@ def make_collector(
     def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
         acts = None if acting is None else acting(actor)
         if section.shards > 1:
-            shards = Shards(ShardPlayer(world, actor, section, acts, turns, images=images), policy, seed, workers)
+            shards = Shards(ShardPlayer(world, actor, section, acts, turns), policy, seed, workers, images=images)
             if algorithm.needs & WHOLE:
                 return ShardedEpisodes(shards, algorithm, section, demonstrations)
             return ShardedStreams(shards, section.rollout_length)

@@ -37,8 +37,9 @@ from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import with_executed
 
 Item = Mapping[str, Any]
-"""One batch of one shard, as plain data with tensors or arrays: seed, shard, number and version of the batch,
-teacher_share; for streams the state and `length`; for episodes also `requests`, `groups` and `part`."""
+"""One batch of one shard, as plain data with tensors or arrays: seed, shard, number and version of the batch, images
+(storage mode), teacher_share and state; for streams `length`; for episodes `requests`, `groups` and `part`.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,18 @@ class ShardWorkers:
     """Workers that play shards.
 
     function: import path of a function that is called with `job`, `weights` and an item, and returns the arrays of
-    `ShardPlayer.play`; job: plain data from which a worker builds its world and policy.
+    `ShardPlayer.play`; job: settings from which a worker builds its world and policy, or the pool's handle of them.
     """
 
     pool: Pool
     function: str
-    job: Mapping[str, Any]
+    job: Any
 
 
 class ShardPlayer:
     """Plays batches of any shard in `world`, which has the rows of one shard.
 
-    policy: has the weights that act; acts: acting policy, None for `policy`; turns: teacher's share in `acts`; images:
-    storage mode of camera images.
+    policy: has the weights that act; acts: acting policy, None for `policy`; turns: teacher's share in `acts`.
     """
 
     def __init__(
@@ -68,13 +68,10 @@ class ShardPlayer:
         config: FinetuneConfig,
         acts: Policy | None = None,
         turns: TeacherTurns | None = None,
-        *,
-        images: Keeping = "plain",
     ):
         self.world, self.policy, self.config = world, policy, config
         self.acts: Policy = policy if acts is None else acts
         self.turns = turns
-        self.images: Keeping = images
         self.device = next(policy.parameters()).device
         self._episodes: EpisodePlayer | None = None
         self._has_started = False
@@ -100,7 +97,7 @@ class ShardPlayer:
             streams = start_streams(self.world, self.acts, item["seed"], f"collect/{item['number']}/{item['shard']}")
             self._has_started = True
         version, draws = item["version"], self._generator(item)
-        rollouts = play(self.world, self.acts, item["length"], draws, streams, version=version, images=self.images)
+        rollouts = play(self.world, self.acts, item["length"], draws, streams, version=version, images=item["images"])
         rollouts = with_executed(rollouts, self.policy, self.world.spec.instructions)
         snapshot = plain_snapshot(self.world)
         next_state: dict[str, Any] = {}
@@ -126,7 +123,9 @@ class ShardPlayer:
     def _play_episodes(self, item: Item) -> dict[str, Any]:
         if self._episodes is None:
             branching, idle = branching_of(self.config), self.config.max_idle_chunks
-            self._episodes = EpisodePlayer(self.world, self.acts, branching, max_idle_chunks=idle, images=self.images)
+            self._episodes = EpisodePlayer(
+                self.world, self.acts, branching, max_idle_chunks=idle, images=item["images"]
+            )
         player, version = self._episodes, item["version"]
         player.clear()
         if item["state"]:
@@ -165,17 +164,26 @@ class Shards:
     """The shards of a run: their states, and the workers that play them.
 
     player: plays in this process, with the weights that act; learner: the policy that is trained, whose learned weights
-    are sent; workers: None to play all shards in this process, one after the other; seed: root of all random numbers.
+    are sent; workers: None to play all shards in this process, one after the other; seed: root of all random numbers;
+    images: storage mode of camera images.
     """
 
-    def __init__(self, player: ShardPlayer, learner: Trainable, seed: int, workers: ShardWorkers | None = None):
+    def __init__(
+        self,
+        player: ShardPlayer,
+        learner: Trainable,
+        seed: int,
+        workers: ShardWorkers | None = None,
+        *,
+        images: Keeping = "plain",
+    ):
         self.player, self.seed, self.workers = player, seed, workers
+        self.images: Keeping = images
         self.count = player.config.shards
         self.states: list[Mapping[str, Any] | None] = [None] * self.count
         self.held: list[set[int]] = [set() for _ in range(self.count)]
         self.reports: dict[int, Counter[str]] = {}
         self._names = tuple(learned(learner))
-        self._job = None if workers is None else workers.pool.put({**workers.job, "images": player.images})
         self._has_warned = False
 
     def play(self, number: int, version: int, items: Sequence[Mapping[str, Any]]) -> list[Rollouts]:
@@ -185,6 +193,7 @@ class Shards:
         """
         share = 0.0 if self.player.turns is None else self.player.turns.share
         common = {"seed": self.seed, "number": number, "version": version, "teacher_share": share}
+        common["images"] = self.images
         complete = [
             {**common, "shard": shard, "state": state, **item}
             for shard, (state, item) in enumerate(zip(self.states, items, strict=True))
@@ -208,7 +217,7 @@ class Shards:
         state = self.player.policy.state_dict()
         weights = to_arrays({name: state[name] for name in self._names})
         plain = [to_arrays(item) for item in items]
-        shared = {"job": self._job, "weights": workers.pool.put(weights)}
+        shared = {"job": workers.job, "weights": workers.pool.put(weights)}
         report["bytes_sent"] += bytes_of(weights) + bytes_of(plain)
         for shard, reply in workers.pool.map(workers.function, [{**shared, "item": item} for item in plain]):
             report["bytes_received"] += bytes_of(reply)
