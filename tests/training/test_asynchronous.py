@@ -105,6 +105,7 @@ LAGS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The state of the world")
 @pytest.mark.parametrize("changes", LAGS.values(), ids=LAGS.keys())
 def test_runs_under_different_load_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes):
     torch.manual_seed(0)
