@@ -172,9 +172,10 @@ def play_tuned(
 ) -> dict[str, Any]:
     """Play one batch of an evaluation in a worker; return its outcomes (the fields of `Wave`) and seconds."""
     place = _place_with(job, weights)
-    world, policy, device = place.world_for_evaluation(), place.player.policy, place.player.device
+    world, player = place.world_for_evaluation(), place.player
+    options = {"deterministic": deterministic, "device": player.device}
     start = time.perf_counter()
-    wave = play_wave(world, policy, np.asarray(seeds), noise_seed, deterministic=deterministic, device=device)
+    wave = play_wave(world, player.policy, np.asarray(seeds), noise_seed, **options)
     return {"wave": asdict(wave), "seconds": time.perf_counter() - start}
 
 

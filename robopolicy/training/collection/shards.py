@@ -69,7 +69,9 @@ class ShardPlayer:
         acts: Policy | None = None,
         turns: TeacherTurns | None = None,
     ):
-        self.world, self.policy, self.config = world, policy, config
+        self.world = world
+        self.policy = policy
+        self.config = config
         self.acts: Policy = policy if acts is None else acts
         self.turns = turns
         self.device = next(policy.parameters()).device
@@ -177,7 +179,8 @@ class Shards:
         *,
         images: Keeping = "plain",
     ):
-        self.player, self.seed, self.workers = player, seed, workers
+        self.player, self.workers = player, workers
+        self.seed = seed
         self.images: Keeping = images
         self.count = player.config.shards
         self.states: list[Mapping[str, Any] | None] = [None] * self.count
