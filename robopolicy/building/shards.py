@@ -57,7 +57,7 @@ def add_lora(policy: Policy, rank: int) -> None:
 
 @dataclass(frozen=True)
 class TuningWorkers:
-    """Workers of one fine-tuning run: they collect and evaluate with the learned weights of now.
+    """Workers of one fine-tuning run: they collect and evaluate with the current weights.
 
     pool: None if the run collects and evaluates in its own process; job: handle of the settings from which a worker
     builds worlds and policy.
@@ -85,11 +85,11 @@ class TuningWorkers:
 
     @property
     def collecting(self) -> ShardWorkers | None:
-        """What plays shards; None: this process."""
+        """The workers that play shards, None for this process."""
         return None if self.pool is None else ShardWorkers(self.pool, f"{__name__}:play_shard", self.job)
 
     def players(self, policy: Trainable) -> "TunedPlayers | None":
-        """Return what plays evaluations of `policy` with its weights of now; None: this process."""
+        """Return the workers that evaluate `policy` with its current weights, None for this process."""
         return None if self.pool is None else TunedPlayers(self.pool, self.job, policy)
 
 
@@ -135,7 +135,7 @@ class OneAtATime:
 
 @dataclass
 class _Place:
-    """What a worker has built for a job."""
+    """World, policy and configuration that a worker has built for a job."""
 
     config: Config
     base: Policy
@@ -157,7 +157,7 @@ class _Place:
 
 
 _places: dict[str, _Place] = {}
-"""What this process has built last, by its job."""
+"""The worlds and policy that this process has built last, by their job."""
 
 
 def play_shard(job: Mapping[str, Any], weights: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def play_tuned(
 
 
 def _place_with(job: Mapping[str, Any], weights: Mapping[str, Any]) -> _Place:
-    """Return what this worker has built for a job, with these weights."""
+    """Return the worlds and policy of a job, built if necessary, with these weights."""
     key = json.dumps(job, sort_keys=True)
     if key not in _places:
         for place in _places.values():
@@ -212,7 +212,7 @@ def _built(job: Mapping[str, Any]) -> _Place:
 
 
 def _require_same_grounds(expected: Mapping[str, Any]) -> None:
-    """Raise ConfigError if this worker rounds otherwise than the process that asks."""
+    """Raise ConfigError if this worker rounds differently from the main process."""
     here = grounds()
     differences = [f"{name} is {here[name]}, not {value}" for name, value in expected.items() if here[name] != value]
     if differences:

@@ -79,8 +79,8 @@ class Job:
     ) -> Callable[..., dict[str, float]]:
         """Return the validation function of a learning policy: (policy, deterministic=True) -> metrics.
 
-        It plays the same episodes every time, on seeds that the final evaluation does not use. players: returns what
-        plays the policy on workers, None for this process.
+        It plays the same episodes every time, on seeds that the final evaluation does not use. players: returns
+        the workers that play the policy, None for this process.
         """
         seeds = episode_seeds(self.config.run.seed, "validate", episodes)
 
