@@ -6,7 +6,7 @@ names below come from `robopolicy.library` when they are first used.
 
 from typing import TYPE_CHECKING, Any
 
-from robopolicy.core.machine import choose_graphics, choose_waiting
+from robopolicy.core.machine import configure_rendering, configure_thread_waiting
 
 if TYPE_CHECKING:
     from robopolicy.library import (
@@ -36,8 +36,8 @@ __all__ = [
     "train",
 ]
 
-choose_graphics()
-choose_waiting()
+configure_rendering()
+configure_thread_waiting()
 
 
 def __getattr__(name: str) -> Any:

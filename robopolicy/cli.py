@@ -25,8 +25,8 @@ from robopolicy.core.errors import (
     in_a_sentence,
     is_interruption,
 )
-from robopolicy.core.registry import ask_for
-from robopolicy.core.status import ending, note
+from robopolicy.core.registry import import_plugins
+from robopolicy.core.status import end_on_error, note
 from robopolicy.verbs.verb import VERBS, Verb, configuration_of, declaration, overrides
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         try:
-            with ending():
+            with end_on_error():
                 return run_verb(arguments[0], arguments[1:], output)
         except Exception as error:
             if is_interruption(error):
@@ -137,7 +137,7 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
         from robopolicy.core.storage import require_writable  # imports safetensors
 
         require_writable(config.json)
-    ask_for(config.run.plugins)
+    import_plugins(config.run.plugins)
     try:
         return int(VERBS.load(name)(config) or 0)
     except RobopolicyError as error:

@@ -18,8 +18,8 @@ from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, R
 from robopolicy.core.hub import local_folder
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.randomness import episode_seeds
-from robopolicy.core.registry import ask_for
-from robopolicy.core.status import ending
+from robopolicy.core.registry import import_plugins
+from robopolicy.core.status import end_on_error
 from robopolicy.core.storage import read_object
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Controller, World
@@ -138,8 +138,8 @@ def _run(verb: str, settings: tuple[str, ...]) -> dict[str, Any]:
         return with_origin(with_downloads(config, declared.sections), declared.world_from)
 
     config = with_downloads(compose(list(settings), origin), declared.sections)
-    ask_for(config.run.plugins)
-    with ending():
+    import_plugins(config.run.plugins)
+    with end_on_error():
         VERBS.load(verb)(config)
     folder = run_path(config, verb)
     return {**read_object(folder / RESULT), "run": str(folder)}

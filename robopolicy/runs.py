@@ -18,7 +18,7 @@ from robopolicy.configuration import Config, read_yaml, to_yaml
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, in_one_line
 from robopolicy.core.run import RunFolder
 from robopolicy.core.status import begin, end
-from robopolicy.core.storage import read_object, recover_folder, storage_errors, sweep, write_json
+from robopolicy.core.storage import read_object, recover_folder, remove_leftovers, storage_errors, write_json
 from robopolicy.core.structured import from_plain, to_plain
 from sims.names import OURS
 
@@ -109,7 +109,7 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
         _require_outside(config, sections, path)
         shutil.rmtree(path)
     folder = RunFolder(path)
-    sweep(path)
+    remove_leftovers(path)
     text = to_yaml(config, sections)
     grounds = {"shards": config.finetune.shards} if "finetune" in sections else {}
     config_file = path / "config.yaml"
@@ -231,7 +231,7 @@ def open_folder(path: Path, parts: Sequence[str] = (), way_out: str = "choose an
         claim(path, way_out)
     folder = RunFolder(path)
     for name in parts or ("",):
-        sweep(path, f"{name}.json" if name else "")
+        remove_leftovers(path, f"{name}.json" if name else "")
     return folder
 
 
@@ -276,7 +276,7 @@ def publish(config: Config, result: Mapping[str, Any]) -> None:
     """Write results to `json=PATH` if requested."""
     if config.json is not None:
         if config.json.parent.is_dir():
-            sweep(config.json.parent, config.json.name)
+            remove_leftovers(config.json.parent, config.json.name)
         write_json(config.json, result)
 
 
@@ -301,11 +301,11 @@ def _with_default_size(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str,
     """Return earlier settings with world.image_size unset if it had its old default 64. Cameras are still rendered at
     64 by default, but an environment's own images are not.
     """
-    from robopolicy.core.spec import DRAWN  # imports numpy, which help does without
+    from robopolicy.core.spec import DEFAULT_IMAGE_SIZE  # imports numpy, which help does without
 
     world = old.get("world")
 
-    if world is None or world["image_size"] != DRAWN[0] or new["world"]["image_size"] is not None:
+    if world is None or world["image_size"] != DEFAULT_IMAGE_SIZE[0] or new["world"]["image_size"] is not None:
         return old
     had_default = not world["cameras"] or world["name"] in OURS
     return {**old, "world": {**world, "image_size": None}} if had_default else old

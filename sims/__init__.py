@@ -3,6 +3,6 @@
 Importing this package loads no heavy dependencies; it only selects MuJoCo's graphics library.
 """
 
-from robopolicy.core.machine import choose_graphics
+from robopolicy.core.machine import configure_rendering
 
-choose_graphics()
+configure_rendering()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, RobopolicyError
-from robopolicy.core.registry import fixed_arguments, load_dotted
+from robopolicy.core.registry import load_dotted, named_arguments
 from robopolicy.core.spec import Observation, WorldSpec
 from robopolicy.core.world import Controller, Rows, begin_episodes
 
@@ -69,7 +69,7 @@ def load_controller(dotted_path: str, spec: WorldSpec) -> NamedController:
         raise ConfigError(
             f"Controller '{dotted_path}' is {make!r}: it must be a class, or a function that returns a controller."
         )
-    arguments = fixed_arguments(make)
+    arguments = named_arguments(make)
     required_arguments = [name for name, is_required in arguments.items() if is_required]
     by_name = {"spec": spec} if "spec" in arguments else {}
     by_place = () if by_name or not required_arguments else (spec,)
@@ -92,7 +92,7 @@ def load_controller(dotted_path: str, spec: WorldSpec) -> NamedController:
             f"Controller '{dotted_path}' returned {type(controller).__name__}, which lacks "
             f"{' and '.join(missing_methods)}: a controller needs reset(rows) and act(observation) -> actions [B, A]."
         )
-    beyond = [name for name, is_required in list(fixed_arguments(controller.act).items())[1:] if is_required]
+    beyond = [name for name, is_required in list(named_arguments(controller.act).items())[1:] if is_required]
     if beyond:
         problem = "is a policy" if "generator" in beyond else "is not a controller"
         raise ConfigError(

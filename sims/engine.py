@@ -18,7 +18,7 @@ import numpy as np
 
 from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, SpecError, did_you_mean
-from robopolicy.core.history import places
+from robopolicy.core.history import shifted_indices
 from robopolicy.core.machine import usable_threads
 from robopolicy.core.randomness import numpy_generator, uniforms
 from robopolicy.core.registry import require_types
@@ -341,7 +341,7 @@ class MujocoWorld:
         histories: dict[str, np.ndarray] = {}
         # The H frames to be seen, as places in [old history (H), the chunk's frames (C)]: new ones are rendered, old
         # ones copied.
-        window = places(length, self._history)
+        window = shifted_indices(length, self._history)
         for camera, size in self._sizes.items():
             key = IMAGE_PREFIX + camera
             old = self._episodes.arrays[f"history/{key}"][index]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, did_you_mean
-from robopolicy.core.randomness import keyed, uniforms
+from robopolicy.core.randomness import derive_keys, uniforms
 from robopolicy.core.spec import Field, Observation
 from robopolicy.core.world import Controller, Rows, begin_episodes
 
@@ -124,7 +124,7 @@ class NoisyController:
         noise, size = self._noise, int(np.prod(actions.shape[1:]))
         if len(self._spell) != len(actions):
             self._start(len(actions))
-        draws = uniforms(keyed(self._seed, self._episodes, self._step), 2 * size + 1)
+        draws = uniforms(derive_keys(self._seed, self._episodes, self._step), 2 * size + 1)
         self._step += 1
         chances, random = draws[:, 0], draws[:, 1 : size + 1].reshape(actions.shape)
         normal = ndtri(np.maximum(draws[:, size + 1 :], 2.0**-54)).reshape(actions.shape)

@@ -16,7 +16,7 @@ import numpy as np
 
 from robopolicy.core.episode_rows import EpisodeRows
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.randomness import derive, uniforms
+from robopolicy.core.randomness import derive_seed, uniforms
 from robopolicy.core.spec import IMAGE_PREFIX, Field, Observation, WorldSpec, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
 
@@ -153,7 +153,7 @@ class DemonstratedWorld:
     def _draw(self, count: int) -> np.ndarray:
         """Return new episode seeds [count]."""
         self._fresh += count
-        return derive(self._seed, "resets") % 2**51 + self._fresh - count + np.arange(count)
+        return derive_seed(self._seed, "resets") % 2**51 + self._fresh - count + np.arange(count)
 
     def _frames_at(self, episode: np.ndarray, time: np.ndarray) -> dict[str, np.ndarray]:
         """Return the frames of demonstrations `episode` [R] at `time` [R, n] control steps, key -> [R, n, *shape]."""

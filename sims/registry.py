@@ -20,10 +20,10 @@ from robopolicy.core.errors import (
     did_you_mean,
     require_extra,
 )
-from robopolicy.core.machine import graphics_trouble
+from robopolicy.core.machine import rendering_error_hint
 from robopolicy.core.origin import WorldOrigin, check_saved_options, texts
-from robopolicy.core.registry import asked_for, fixed_arguments, is_dotted, load_dotted, note
-from robopolicy.core.spec import DRAWN, WorldSpec, require_cameras_named
+from robopolicy.core.registry import is_dotted, is_trusted, load_dotted, named_arguments, trust_path
+from robopolicy.core.spec import DEFAULT_IMAGE_SIZE, WorldSpec, require_cameras_named
 from robopolicy.core.world import Controller, World
 from sims.controllers import NamedController
 from sims.names import OURS, SUITES, TASKS, WORLDS, suite_of
@@ -55,7 +55,7 @@ def make_world(name: str, batch_size: int, **options: Any) -> World:
     try:
         inner = _made(name, batch_size, without_latency(options))
     except Exception as error:
-        if text := graphics_trouble(error):
+        if text := rendering_error_hint(error):
             raise ConfigError(text) from error
         raise
     world = with_latency_of(options, inner)
@@ -75,7 +75,7 @@ def _made(name: str, batch_size: int, options: dict[str, Any]) -> World:
         )
     suite = suite_of(name)
     if suite is not None:
-        note(name)
+        trust_path(name)
         return load_dotted(suite.make, "Suite")(name.removeprefix(suite.prefix), batch_size, **options)
     if name in ("worldmodel", "demonstrations"):
         raise ConfigError(
@@ -126,7 +126,7 @@ def trusted_options(origin: WorldOrigin, where: object, given: Mapping[str, Any]
     check_saved_options(saved_options, where)
     for key, value in saved_options.items():
         for path in texts(value):
-            if is_dotted(path) and not asked_for(path):
+            if is_dotted(path) and not is_trusted(path):
                 raise CheckpointError(
                     f"{where} comes from a world with {key}={path}, which is not part of robopolicy. If you trust "
                     f"it, set it yourself: world.options.{key}={path}, or run.plugins=[{path.partition(':')[0]}]."
@@ -141,7 +141,7 @@ def require_trusted(name: str, where: object, way_out: str) -> None:
     suite = suite_of(name)
     module = name.removeprefix(suite.prefix).rpartition(":")[0] if suite is not None else ""
     foreign = bool(module) if suite is not None else is_dotted(name)
-    if foreign and not asked_for(name) and not (module and asked_for(module)):
+    if foreign and not is_trusted(name) and not (module and is_trusted(module)):
         raise CheckpointError(
             f"{where} comes from the world '{name}', which is not part of robopolicy. If you trust it, set it "
             f"yourself: {way_out}."
@@ -168,7 +168,7 @@ def make_expert(name: str, spec: WorldSpec) -> Controller | None:
 def _task(name: str, found: Any) -> Task | None:
     """Return the task that a registered object is or builds, under the name by which it can be loaded again."""
     if not isinstance(found, Task):
-        if isinstance(found, type) or not callable(found) or any(fixed_arguments(found).values()):
+        if isinstance(found, type) or not callable(found) or any(named_arguments(found).values()):
             return None
         found = found()
     if not isinstance(found, Task):
@@ -196,8 +196,8 @@ def _called(name: str, make: Any, batch_size: int, options: dict[str, Any]) -> W
     if not callable(make):
         raise ConfigError(f"World '{name}' is {make!r}: it must be a class, a function, a Task or a gymnasium.Env.")
     try:
-        if options.get("cameras") and "image_size" not in options and fixed_arguments(make).get("image_size"):
-            options = {**options, "image_size": DRAWN[0]}  # a world that has no size of its own
+        if options.get("cameras") and "image_size" not in options and named_arguments(make).get("image_size"):
+            options = {**options, "image_size": DEFAULT_IMAGE_SIZE[0]}  # a world that has no size of its own
         world: Any = make(batch_size, **options)
     except RobopolicyError:
         raise

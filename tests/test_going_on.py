@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from robopolicy.cli import main
-from robopolicy.core.episodes import Episodes, chosen_episodes
+from robopolicy.core.episodes import Episodes, select_episodes
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.origin import renaming_of
 from robopolicy.core.spec import STATE, Field
@@ -121,7 +121,7 @@ def test_episodes_are_chosen_by_number(root):
     episodes = recorded()
 
     def lengths(*choice, **named):
-        return chosen_episodes(episodes, "data", "train", *choice, **named).lengths.tolist()
+        return select_episodes(episodes, "data", "train", *choice, **named).lengths.tolist()
 
     assert lengths() == [5, 4, 6, 3] and lengths(2) == [5, 4] and lengths(9) == [5, 4, 6, 3]
     assert lengths([2, 0]) == [6, 5] and lengths(without=[1]) == [5, 6, 3] and lengths([0, 1], [1]) == [5]

@@ -11,7 +11,7 @@ from own_things import ACTION, FIELDS, Linear, LinearConfig
 from robopolicy.building.worlds import build_noisy_expert, build_world
 from robopolicy.cli import INTERRUPTED, main
 from robopolicy.configuration import compose
-from robopolicy.core.randomness import derive, episode_seeds
+from robopolicy.core.randomness import derive_seed, episode_seeds
 from robopolicy.core.spec import STATE
 from robopolicy.data.lerobot_format import QUALITY, read_dataset
 from robopolicy.data.quality import COLUMNS, GAUSSIAN, RANDOM, SEGMENT, TRUNCATED, read_behaviour, read_quality
@@ -142,7 +142,7 @@ def test_without_a_quality_everything_is_as_it_was(tmp_path):
     parts = []
     for index, (level, share) in enumerate((("none", 5), ("medium", 4))):
         world = build_world(section, episodes=5)
-        expert = build_noisy_expert(section, world, level, derive(0, f"collect/noise/{index}"))
+        expert = build_noisy_expert(section, world, level, derive_seed(0, f"collect/noise/{index}"))
         parts.append(record(world, expert, episode_seeds(0, f"collect/{index}", share)))
     assert torch.equal(read_dataset(data).actions, torch.cat([part.actions for part in parts]))
 

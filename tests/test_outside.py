@@ -185,7 +185,7 @@ def test_a_success_head(tmp_path, kind, head, settings):
     assert stranger.returncode == 1
     assert f"CheckpointError: {checkpoint}: its world model needs the success head '{head}'" in stranger.stderr
     assert f"run.plugins=[{PACKAGE}.success]" in stranger.stderr
-    asking = f"from robopolicy.core.registry import ask_for; ask_for(['{PACKAGE}.success']); {program}"
+    asking = f"from robopolicy.core.registry import import_plugins; import_plugins(['{PACKAGE}.success']); {program}"
     assert subprocess.run([sys.executable, "-c", asking], capture_output=True).returncode == 0
 
 

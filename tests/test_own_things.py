@@ -13,7 +13,7 @@ from robopolicy.configuration import compose
 from robopolicy.core import registry
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.origin import WorldOrigin
-from robopolicy.core.registry import Registry, ask_for, load_dotted
+from robopolicy.core.registry import Registry, import_plugins, load_dotted
 from robopolicy.core.spec import Field, WorldSpec
 from robopolicy.policies import load_policy
 from robopolicy.rl import registry as mechanisms_of_rl
@@ -249,7 +249,7 @@ def test_an_own_mechanism_is_checked_explained_and_shown_its_slot(tmp_path, monk
 
 def test_ask_for_says_what_is_missing():
     with pytest.raises(ConfigError, match="no module 'not_there'"):
-        ask_for(["not_there"])
+        import_plugins(["not_there"])
 
 
 def test_installed_kinds_are_found_by_name_and_never_replace_ours(tmp_path):

@@ -120,7 +120,7 @@ def test_a_name_that_is_not_needed_is_not_followed(home, verb: str, how: str):
 
 def test_it_would_have_run(home):
     """The module is found from here, and who names it gets it: it was not refused for want of it."""
-    registry.ask_for([PLACE])
+    registry.import_plugins([PLACE])
     assert (home / "ran").exists()
     sys.modules.pop(PLACE)
 

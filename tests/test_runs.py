@@ -12,7 +12,7 @@ from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning
 from robopolicy.core.run import RunFolder
-from robopolicy.core.storage import recover_folder, sweep, write_folder_atomic
+from robopolicy.core.storage import recover_folder, remove_leftovers, write_folder_atomic
 from robopolicy.runs import claim, finish, open_fresh_run, open_run, run_path
 from robopolicy.verbs.job import Job
 
@@ -113,7 +113,7 @@ def test_what_a_user_keeps_in_a_run_folder_stays(tmp_path):
     recover_folder(folder / "dataset")
     (folder / "result.json").write_text("{}")
     open_fresh_run(compose([f"run.root={tmp_path}", "run.name=x", "run.device=cpu"]), "train", ("run",))
-    sweep(folder)
+    remove_leftovers(folder)
     assert [(folder / name).read_text() for name in mine] == ["mine"] * len(mine)
     assert not (folder / "dataset").exists() and not (folder / "result.json").exists()
 
@@ -130,13 +130,13 @@ def test_what_was_put_aside_goes_and_comes_back_where_nothing_took_its_place(tmp
     for name in ("resume", ".resume.robopolicy-old", ".checkpoint.robopolicy-old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "which").write_text(name)
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert sorted(item.name for item in tmp_path.iterdir()) == ["checkpoint", "resume"]
     assert (tmp_path / "resume" / "which").read_text() == "resume"
     for name in ("a.json", "b.json", "long" * 63):
         (tmp_path / f".{name[:200]}.robopolicy-qwertyui.tmp").write_text("")
         if name != "b.json":
-            sweep(tmp_path, name)
+            remove_leftovers(tmp_path, name)
     assert [item.name for item in tmp_path.iterdir() if item.name.startswith(".")] == [
         ".b.json.robopolicy-qwertyui.tmp"
     ]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.ranges import Count, Natural, NonNegative, Share
+from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative
 from robopolicy.core.structured import REGISTRY
 from robopolicy.nn.configuration import AGGREGATES, EdmConfig, Precision
 
@@ -26,11 +26,11 @@ class ReadoutConfig:
 
     batch_size: Count = 128
     """Number of steps per training batch."""
-    positive_fraction: Share = 0.25
+    positive_fraction: Fraction = 0.25
     """Fraction of successful steps in a batch."""
     imagined_steps: Natural = 2048
     """Number of steps whose frames are imagined by the finished model."""
-    imagined_fraction: Share = 0.25
+    imagined_fraction: Fraction = 0.25
     """Fraction of imagined steps in a batch."""
     members: Count = 5
     """Number of heads; their disagreement is the uncertainty."""
@@ -99,7 +99,7 @@ class EnsembleConfig:
     """Exponent of the predicted variance that weights each element's likelihood (beta-NLL, Seitzer 2022): 0 is the
     plain likelihood, which neglects contacts; 1 weights errors like a squared error.
     """
-    positive_fraction: Share = 0.25
+    positive_fraction: Fraction = 0.25
     """Fraction of successful steps in a batch of the success head."""
 
     def __post_init__(self) -> None:
@@ -168,7 +168,7 @@ class PlanConfig:
     """Number of candidate action chunks per batch row."""
     horizon: int = 10
     """Planning horizon in control steps, rounded to complete action chunks."""
-    discount: Share = 0.97
+    discount: Fraction = 0.97
     """Discount factor of rewards and uncertainty per control step."""
     uncertainty: float = 0.0
     """Score per unit of uncertainty: negative stays where the model is certain (conservative), positive seeks uncertain
@@ -264,7 +264,7 @@ class RssmConfig:
     """Number of frames after the burn-in in a training subsequence."""
     batch_size: Count = 32
     """Number of subsequences per training step."""
-    observed_fraction: Share = 0.5
+    observed_fraction: Fraction = 0.5
     """Fraction of frames after the first few that the posterior reads; the others are predicted by the prior."""
     images: Natural = 8
     """Number of frames per subsequence decoded to images in training."""
@@ -338,7 +338,7 @@ class PixelDiffusionConfig:
     """Number of frames per training step."""
     unroll: Count = 1
     """Number of times that training feeds the denoiser's own quantised prediction back, in half of the batch rows."""
-    max_noise_fraction: Share = 0.5
+    max_noise_fraction: Fraction = 0.5
     """Fraction of batch rows trained at the sampler's initial noise level, where only context and actions determine the
     next frame. DIAMOND has none; 5 % of its rows are about as noisy, and a small model then learns the effect of
     actions late.
@@ -347,7 +347,7 @@ class PixelDiffusionConfig:
     """Standard deviation of training noise on the context; pixels range from -1 to 1."""
     temperature: NonNegative = 1.0
     """Standard deviation of the initial noise in sampling; 0 is deterministic and suits a single sampling step."""
-    change_threshold: Share = 0.02
+    change_threshold: Fraction = 0.02
     """Minimum change of a pixel, as a fraction of its range; smaller changes are ignored so that static parts do not
     fade.
     """
@@ -462,21 +462,21 @@ class VideoConfig:
     """Additional weight, in the autoencoder loss, of pixels that differ from the mean image."""
     kl_weight: NonNegative = 1e-5
     """Weight of the autoencoder's KL term."""
-    autoencoder_step_fraction: Share = 0.8
+    autoencoder_step_fraction: Fraction = 0.8
     """Training steps of the autoencoder, as a fraction of those of fit."""
-    readout_step_fraction: Share = 0.5
+    readout_step_fraction: Fraction = 0.5
     """Training steps of the readout, as a fraction of those of fit."""
     memory_noise: NonNegative = 0.3
     """Maximum training noise on older history frames, in standard deviations."""
     present_noise: NonNegative = 0.2
     """Maximum training noise on recent frames, in standard deviations."""
-    repeat_present_fraction: Share = 0.15
+    repeat_present_fraction: Fraction = 0.15
     """Fraction of batch rows whose history is the present frame repeated."""
-    max_noise_fraction: Share = 0.7
+    max_noise_fraction: Fraction = 0.7
     """Fraction of batch rows trained at the sampler's initial noise level, where only history and actions determine the
     next frames.
     """
-    bootstrap_fraction: Share = 0.3
+    bootstrap_fraction: Fraction = 0.3
     """Fraction of batch rows whose history consists of the model's own cached predictions (Sword's dynamic latent
     bootstrapping), 0 for none.
     """
@@ -484,7 +484,7 @@ class VideoConfig:
     """Number of updates over which the bootstrap fraction rises to its value."""
     temperature: NonNegative = 1.0
     """Standard deviation of the initial noise in sampling, 0 for none."""
-    change_threshold: Share = 0.06
+    change_threshold: Fraction = 0.06
     """Change of the decoded value (1 is black to white) below which a pixel keeps its value, so that static parts stay
     as sharp as in the first frame; 0 shows the decoded frames.
     """

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from robopolicy.core.action_bounds import executed
+from robopolicy.core.action_bounds import clip_if_bounded
 from robopolicy.core.episode_rows import Advanced, EpisodeRows, require_sizes
 from robopolicy.core.errors import ConfigError, NonFiniteError
-from robopolicy.core.history import held
+from robopolicy.core.history import repeat_last_valid
 from robopolicy.core.randomness import numpy_generator
 from robopolicy.core.returns import SUCCESS
 from robopolicy.core.spec import Observation, WorldSpec, check_finite, validate_actions
@@ -118,7 +118,7 @@ class ImaginedWorld:
         episodes, arrays = self._episodes, self._episodes.arrays
         actions = np.asarray(actions)
         validate_actions(actions, self._spec.action, self._batch_size)
-        executed_actions = executed(self._spec, actions)
+        executed_actions = clip_if_bounded(self._spec, actions)
         index, shape = episodes.running_index, actions.shape[:2]
         rewards = {name: np.zeros(shape) for name in self._spec.rewards}
         valid, uncertainty = np.zeros(shape, dtype=bool), np.zeros(shape)
@@ -238,7 +238,10 @@ class ImaginedWorld:
         """Return the history of the rows `index` and the following frames, key -> [R, H + C, *shape]; the last frame of
         an ended episode repeats.
         """
-        frames = {key: held(future.observation[key].cpu().numpy(), moved.length) for key in self._spec.observation}
+        frames = {
+            key: repeat_last_valid(future.observation[key].cpu().numpy(), moved.length)
+            for key in self._spec.observation
+        }
         for key, frame in frames.items():
             check_finite(f"imagined {key}", frame)
             frames[key] = frame.astype(self._spec.observation[key].dtype, copy=False)

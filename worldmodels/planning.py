@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.candidates import AGGREGATED, best_of, repeated
+from robopolicy.core.candidates import AGGREGATED, best_of, repeat_observation
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Policy, TensorObservation, to_tensors
 from robopolicy.core.randomness import integers
-from robopolicy.core.spec import TASK, PolicySpec, require_alike
+from robopolicy.core.spec import TASK, PolicySpec, require_consistent_fields
 from robopolicy.core.world import Rows
 from worldmodels.configuration import PlanConfig
 from worldmodels.env import ImaginedWorld
@@ -78,7 +78,7 @@ class PlannedPolicy(nn.Module):
         config = self.config
 
         def score(several: TensorObservation, actions: Tensor) -> Tensor:
-            scores = self._imagine(repeated(several, config.rollouts), actions, generator)
+            scores = self._imagine(repeat_observation(several, config.rollouts), actions, generator)
             return AGGREGATED[config.aggregate](scores.reshape(-1, config.candidates, config.rollouts))
 
         decision, self.last_scores = best_of(
@@ -147,7 +147,7 @@ def _require_same_task(policy: Policy, model: WorldModel) -> None:
             )
     sides = ("for the policy", "for the planning world model")
     rates = (policy_spec.fps, model.spec.fps)
-    require_alike(pairs, sides, rates=rates, error=ConfigError, renamed=_ELSEWHERE, converted=_ELSEWHERE)
+    require_consistent_fields(pairs, sides, rates=rates, error=ConfigError, renamed=_ELSEWHERE, converted=_ELSEWHERE)
 
 
 _ELSEWHERE = "Plan in a model of the world that the policy acts in."

@@ -19,7 +19,7 @@ from robopolicy.benchmarks.replay import TASK, replay
 from robopolicy.benchmarks.runs import each_seed, expert
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.world import World
 from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.world_model import open_loop
@@ -109,14 +109,14 @@ def value_of_exploring(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
     world = make_world(study.task, 64, seed=seed)
     demonstrations, policy = demonstrations_and_policy(world, study, scale, seed)
     before = train_model(world, demonstrations, scale, seed)
-    later = [record(world, expert(world, scale.play, derive(seed, "player")), held_out)]
+    later = [record(world, expert(world, scale.play, derive_seed(seed, "player")), held_out)]
     models, results = {"before": before}, {}
     for name in EXPLORERS:
         model = before
         actor = actor_of(name, policy, before, study, scale)
         datasets = [demonstrations]
         for turn in range(scale.rounds):
-            datasets.append(explore(world, actor, scale.explored, derive(seed, f"explored/{turn}")))
+            datasets.append(explore(world, actor, scale.explored, derive_seed(seed, f"explored/{turn}")))
             model = train_model(world, Episodes.concatenate(datasets), scale, seed)
             actor = actor_of(name, policy, model, study, scale)
         later.append(record(world, actor, held_out, generator=Generators(seed)["act"]))
@@ -146,7 +146,7 @@ def demonstrations_and_policy(world: World, study: Study, scale: Scale, seed: in
     """Return nearly clean demonstrations and a policy that imitates them, with exploration noise."""
     demonstrations = record(
         world,
-        expert(world, DEMONSTRATED, derive(seed, "expert")),
+        expert(world, DEMONSTRATED, derive_seed(seed, "expert")),
         episode_seeds(seed, "demonstrations", study.demonstrations),
     )
     config = DenoisingPolicyConfig(
@@ -163,7 +163,7 @@ def demonstrations_and_policy(world: World, study: Study, scale: Scale, seed: in
         values={**demonstrations.observation, "action": demonstrations.actions},
         fps=demonstrations.fps,
         instructions=world.spec.instructions,
-        seed=derive(seed, "policy"),
+        seed=derive_seed(seed, "policy"),
     )
     fitting = FitConfig(steps=scale.clone, learning_rate=1e-3, checkpoint_every=10**9)
     pretrain(policy, demonstrations, PretrainConfig(256, fitting), seed=seed)
@@ -180,7 +180,7 @@ def explore(world: World, actor: Policy, steps: int, seed: int) -> Episodes:
 
 def train_model(world: World, episodes: Episodes, scale: Scale, seed: int) -> EnsembleModel:
     """Return an ensemble fitted to `episodes`."""
-    model = EnsembleModel.build(EnsembleConfig(), world.spec, episodes, derive(seed, "model"))
+    model = EnsembleModel.build(EnsembleConfig(), world.spec, episodes, derive_seed(seed, "model"))
     fit_stages(
         model, episodes, FitConfig(steps=scale.fit, learning_rate=3e-3, checkpoint_every=10**9), Generators(seed)
     )

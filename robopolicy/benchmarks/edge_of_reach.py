@@ -24,7 +24,7 @@ from robopolicy.benchmarks.runs import chosen_from
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.player import Player
-from robopolicy.core.randomness import Generators, derive, episode_seeds, uniforms
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds, uniforms
 from robopolicy.core.spec import STATE, Field, WorldSpec
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.transitions import Transitions
@@ -158,7 +158,7 @@ LENGTH = ImaginedValuesConfig(epochs=16, rollouts=1000, updates=250)
 
 def point_problem(seed: int) -> Problem:
     """Return the problem of the point that walks home."""
-    generator = torch.Generator().manual_seed(derive(seed, "point"))
+    generator = torch.Generator().manual_seed(derive_seed(seed, "point"))
     state = torch.from_numpy(starts(episode_seeds(seed, "recorded", RECORDED)).last(STATE))
     action = 2 * torch.rand(RECORDED, AXES, generator=generator) - 1
     never = torch.zeros(RECORDED, dtype=torch.bool)
@@ -202,7 +202,7 @@ def build_problem(name: str, seed: int) -> Problem:
 def random_play(world: MujocoWorld, seed: int) -> tuple[Transitions, Starts]:
     """Return transitions of random actions, and starts in the states they began in (the seed chooses)."""
     interface = Interface.of(world.spec)
-    generator = torch.Generator().manual_seed(derive(seed, "random play"))
+    generator = torch.Generator().manual_seed(derive_seed(seed, "random play"))
 
     def at_random(state: Tensor) -> Tensor:
         return 2 * torch.rand(len(state), interface.actions, generator=generator) - 1
@@ -254,7 +254,7 @@ def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig
     diversity = problem.diversity if arm.critics > 2 else 0.0
     settings = {**problem.agent.__dict__, "critics": arm.critics, "diversity": diversity}
     interface = Interface.of(problem.real.spec)
-    agent = Sac(SacConfig(**settings), interface.size, interface.actions, derive(seed, "agent"))
+    agent = Sac(SacConfig(**settings), interface.size, interface.actions, derive_seed(seed, "agent"))
     agent.fit_statistics(problem.recorded.state)
     world = problem.imagined(Truncation(steps=None if arm.whole else problem.steps), arm.penalty)
     edge_value, data = problem.edge_value if arm.patched else None, problem.recorded

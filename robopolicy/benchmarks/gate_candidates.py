@@ -19,7 +19,7 @@ from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.policy import Trainable
-from robopolicy.core.randomness import Generators, derive
+from robopolicy.core.randomness import Generators, derive_seed
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.structured import narrowed
 from robopolicy.core.transitions import Transitions
@@ -50,7 +50,7 @@ class Material:
 
     def draws(self, name: str) -> Generators:
         """Return the generators of the candidate `name`: its seed makes it again."""
-        return Generators(derive(self.config.run.seed, f"candidate/{name}"), choose_device(self.config.run))
+        return Generators(derive_seed(self.config.run.seed, f"candidate/{name}"), choose_device(self.config.run))
 
 
 Make = Callable[[Material, Trainable, Generators], Trainable]

@@ -11,7 +11,7 @@ from typing import Any
 from robopolicy.benchmarks.rates import rate_text, spread_text
 from robopolicy.benchmarks.runs import each_seed, expert
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.policies.configuration import JointConfig
@@ -40,7 +40,7 @@ def collect(seed: int, scale: Scale) -> Episodes:
     """Return episodes of the expert at every level of noise, failures among them."""
     world, parts = make_world(TASK, 64, seed=seed), []
     for level in scale.noise:
-        actor = expert(world, level, derive(seed, f"noise {level}"))
+        actor = expert(world, level, derive_seed(seed, f"noise {level}"))
         parts.append(record(world, actor, episode_seeds(seed, f"recorded/{level}", scale.episodes)))
     world.close()
     return Episodes.concatenate(parts)
@@ -55,7 +55,7 @@ def measure(seed: int, scale: Scale) -> dict[str, Any]:
         ("all episodes", all_episodes),
         ("successes only", all_episodes.select(all_episodes.success)),
     ):
-        model = JointModel.build(scale.model, world.spec, episodes, derive(seed, "joint"))
+        model = JointModel.build(scale.model, world.spec, episodes, derive_seed(seed, "joint"))
         fitting = FitConfig(steps=scale.fit, learning_rate=2e-3, checkpoint_every=10**9)
         fit_stages(model, episodes, fitting, Generators(seed))
         for candidates in (1, scale.candidates):

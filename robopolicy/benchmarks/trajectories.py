@@ -19,7 +19,7 @@ from robopolicy.benchmarks.replay import TASK, replay
 from robopolicy.benchmarks.runs import each_seed, expert
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.progress import progress
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.transitions import Transitions
 from robopolicy.data.record import record, record_until
@@ -74,7 +74,7 @@ def collect(task: str, seed: int, steps: int, noise: float) -> Episodes:
     world = make_world(task, 64, seed=seed)
 
     def play(turn: int) -> Episodes:
-        actor = expert(world, noise, derive(seed, f"{noise}/{turn}"))
+        actor = expert(world, noise, derive_seed(seed, f"{noise}/{turn}"))
         return record(world, actor, episode_seeds(seed, f"recorded/{noise}/{turn}", 8))
 
     episodes = record_until(steps, play)
@@ -105,7 +105,7 @@ def train_agent(
 
     synthesise: agent -> synthetic transitions for this agent.
     """
-    agent = Td3Bc(scale.agent, recorded.state.shape[1], recorded.action.shape[1], derive(seed, "agent"))
+    agent = Td3Bc(scale.agent, recorded.state.shape[1], recorded.action.shape[1], derive_seed(seed, "agent"))
     agent.fit_statistics(recorded.state)
     draws = Generators(seed)
     synthetic, count = None, round(scale.share * scale.batch_size)
@@ -128,7 +128,7 @@ def generator_of(
     config: TrajectoryConfig, spec: WorldSpec, episodes: Episodes, steps: int, seed: int, generators: Generators
 ) -> TrajectoryDiffusion:
     """Return a trained generator of subsequences."""
-    model = TrajectoryDiffusion.build(config, spec, episodes, derive(seed, "trajectories"))
+    model = TrajectoryDiffusion.build(config, spec, episodes, derive_seed(seed, "trajectories"))
     fit_stages(model, episodes, FitConfig(steps=steps, learning_rate=2e-3, checkpoint_every=10**9), generators)
     model.calibrate(episodes)
     return model.eval()
@@ -151,7 +151,7 @@ def truth_by_guidance(seed: int, scale: Scale) -> dict[str, Any]:
     episodes, world = collect(TASK, seed, scale.recorded, scale.noise), make_world(TASK, 1, seed=seed)
     interface, generators = Interface.of(world.spec), Generators(seed)
     model = generator_of(scale.trajectories, world.spec, episodes, scale.fit, seed, generators)
-    ensemble = EnsembleModel.build(EnsembleConfig(), world.spec, episodes, derive(seed, "ensemble"))
+    ensemble = EnsembleModel.build(EnsembleConfig(), world.spec, episodes, derive_seed(seed, "ensemble"))
     fit_stages(ensemble, episodes, FitConfig(steps=scale.fit, learning_rate=3e-3, checkpoint_every=10**9), generators)
     data = recorded_transitions(episodes)
     spread = data.state.std(0, correction=0).clamp_min(1e-6)

@@ -17,7 +17,7 @@ import torch
 
 from robopolicy.benchmarks.runs import each_seed
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.data.record import record, record_until
@@ -110,7 +110,7 @@ def _player(
     world = MujocoWorld(
         replace(task, horizon=horizon or task.horizon), WORLDS, seed=seed, cameras=scale.cameras, image_size=64
     )
-    actor = NoisyController(task.expert(), NOISE_LEVELS[level], derive(seed, f"{name}/{level}"), world.spec.action)
+    actor = NoisyController(task.expert(), NOISE_LEVELS[level], derive_seed(seed, f"{name}/{level}"), world.spec.action)
     yield lambda turn: record(world, actor, episode_seeds(seed, f"{name}/{level}/{turn}", WORLDS))
     world.close()
 
@@ -128,7 +128,7 @@ def trained(seed: int, scale: Scale, episodes: Episodes, folder: Path) -> dict[s
             models[arm] = load_world_model(run.checkpoint)
             continue
         config = replace(scale.model, **ABLATIONS.get(arm, {}))
-        model = VideoModel.build(config, spec, episodes, derive(seed, "video"))
+        model = VideoModel.build(config, spec, episodes, derive_seed(seed, "video"))
         generators = Generators(seed)
         if arm == MODEL:
             fit_stages(model, episodes, settings, generators, run)
@@ -181,7 +181,7 @@ def measure(seed: int, scale: Scale, folder: Path) -> dict[str, Any]:
     begin = held_out.starts + scale.begin
     figures: dict[str, Any] = {"threads": torch.get_num_threads(), "speed": {}}
     for arm, model in models.items():
-        generator = torch.Generator().manual_seed(derive(seed, "judge"))
+        generator = torch.Generator().manual_seed(derive_seed(seed, "judge"))
         errors = open_loop(model, held_out, generator, len(begin), scale.horizons, begin)
         figures[arm] = {"psnr": averaged(errors, ""), "ssim": averaged(errors, SSIM), "cameras": errors}
         sizes = {name: sum(value.numel() for value in part.parameters()) for name, part in model.named_children()}

@@ -16,7 +16,7 @@ from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.data.chains import read_chains
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.gate import Judge
@@ -112,9 +112,9 @@ def critic_of(section: GateSection, recorded: Recorded, seed: int) -> Iql:
     """Fit a critic to the recorded data with expectile 0.5 (the mean): values of the actions as they were taken."""
     interface = recorded.interface
     config = IqlConfig(expectile=0.5, width=section.width, discount=section.discount)
-    agent = Iql(config, interface.size, interface.actions, derive(seed, "gate/critic"))
+    agent = Iql(config, interface.size, interface.actions, derive_seed(seed, "gate/critic"))
     data = recorded.decisions.transitions
-    generators = Generators(derive(seed, "gate"), data.state.device)
+    generators = Generators(derive_seed(seed, "gate"), data.state.device)
     fit_agent(agent.to(data.state.device), data, section.steps, 256, generators, label="judging critic")
     return agent
 

@@ -17,7 +17,7 @@ from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, W
 from robopolicy.core.delayed import with_latency_options
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.origin import WorldOrigin, origin_of
-from robopolicy.core.registry import ask_for
+from robopolicy.core.registry import import_plugins
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import recorded_origin
@@ -120,7 +120,7 @@ def in_world(section: WorldSection, origin: WorldOrigin, where: object, plugins:
     plugins: modules that the user trusts. Raises CheckpointError when the world or an option refers to other modules;
     the error also names the module of an untrusted class in the checkpoint `where`.
     """
-    ask_for(plugins)
+    import_plugins(plugins)
     kind = untrusted_kind(where) if isinstance(where, Path) else ""
     hint = (
         (f" run.plugins=[{kind.partition(':')[0]}], because it uses '{kind}', which is not part of robopolicy, either")

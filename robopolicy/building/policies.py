@@ -15,7 +15,7 @@ from robopolicy.core.errors import CheckpointError, ConfigError, DataError
 from robopolicy.core.machine import limit_threads
 from robopolicy.core.origin import remember_folder
 from robopolicy.core.policy import Policy, Trainable, require_trainable
-from robopolicy.core.randomness import derive
+from robopolicy.core.randomness import derive_seed
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import narrowed
@@ -168,5 +168,5 @@ def new_policy(config: Config, episodes: Episodes, device: torch.device | str = 
         rewards=tuple(episodes.rewards or ()),
         instructions=tuple(sorted(set(episodes.tasks))),
     )
-    seed = derive(config.run.seed, "initial weights")
+    seed = derive_seed(config.run.seed, "initial weights")
     return build_policy(config.policy.kind, config.policy.config, spec, episodes, seed, device)

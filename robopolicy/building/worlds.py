@@ -17,7 +17,7 @@ from robopolicy.building.planning import load_imagining
 from robopolicy.building.policies import as_seen_in
 from robopolicy.configuration.sections.learn import CRITIC_DEPTH, FinetuneSection
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
-from robopolicy.core.delayed import latency_in, seen_ahead, steps_ahead, with_latency_of, without_latency
+from robopolicy.core.delayed import episodes_for_model, latency_in, steps_ahead, with_latency_of, without_latency
 from robopolicy.core.episodes import require_recorded
 from robopolicy.core.errors import (
     CameraError,
@@ -27,11 +27,11 @@ from robopolicy.core.errors import (
     RobopolicyWarning,
     SpecError,
 )
-from robopolicy.core.origin import WorldOrigin, about, origin_of, renaming_of
+from robopolicy.core.origin import WorldOrigin, origin_of, prefix_errors, renaming_of
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import derive
+from robopolicy.core.randomness import derive_seed
 from robopolicy.core.spec import (
-    DRAWN,
+    DEFAULT_IMAGE_SIZE,
     LATENCY,
     QUEUE,
     TASK,
@@ -40,10 +40,10 @@ from robopolicy.core.spec import (
     cameras_of,
     image_options,
     image_sizes,
+    image_sizes_of,
     images_of,
-    require_alike,
+    require_consistent_fields,
     require_fit,
-    shown_sizes,
 )
 from robopolicy.core.world import Controller, Snapshots, World
 from robopolicy.data.foresight import Foresight
@@ -78,7 +78,7 @@ def build_world(
     equal initial states in both. That simulator is `world.simulator`, by default the one named in the checkpoint.
     Raises SpecError when `policy` does not fit the world.
     """
-    with about(policy):
+    with prefix_errors(policy):
         world = _made_world(section, policy, batch_size, episodes, seed, device, filmed)
         if policy is not None:
             _require_fit(policy, world)
@@ -127,8 +127,8 @@ def _made_world(
             raise
         blind = make_world(section.name, 1, **options, cameras=error.known[:1])  # where there is nothing else to see
         blind.close()
-        policy_sizes = shown_sizes(policy.spec.observation)
-        sizes = {camera: policy_sizes.get(camera, DRAWN) for camera in error.known}  # it can show any
+        policy_sizes = image_sizes_of(policy.spec.observation)
+        sizes = {camera: policy_sizes.get(camera, DEFAULT_IMAGE_SIZE) for camera in error.known}  # it can show any
         if advice := _mapping_for(policy, blind.spec.with_cameras(sizes)):
             raise SpecError(f"{error} {advice}") from error
         raise
@@ -151,7 +151,7 @@ def _shown(section: WorldSection, policy: Policy | None, filmed: bool) -> dict[s
     Raises ConfigError when world.image_size is invalid or names an unknown camera; warns when the policy reads another
     size.
     """
-    policy_sizes = {} if policy is None else shown_sizes(policy.spec.observation)
+    policy_sizes = {} if policy is None else image_sizes_of(policy.spec.observation)
     requested_cameras = section.cameras if policy is None or filmed else ()
     image_size: Any = section.image_size
     if policy is not None:
@@ -212,7 +212,7 @@ def made_of_files(
 
 def _require_images(section: WorldSection, fields: Mapping[str, Field], what: str) -> None:
     """Raise ConfigError when other images than `fields` are requested from a world that cannot render."""
-    available_sizes = shown_sizes(fields)
+    available_sizes = image_sizes_of(fields)
     if section.cameras and set(section.cameras) != set(available_sizes):
         raise ConfigError(
             f"world.cameras is [{', '.join(section.cameras)}], but {what} has "
@@ -267,7 +267,7 @@ def _imagined_world(
             )
         fields = fields_read(model)
         dataset = read_dataset(data, cameras=cameras_of(fields), rename=renaming_of(model))
-        episodes = seen_ahead(fields, origin_of(model), dataset)
+        episodes = episodes_for_model(fields, origin_of(model), dataset)
         require_recorded(data, episodes, fields, model.spec.action, "world model")
         start_steps = keyframes(episodes) if imagination.initial_states == "keyframes" else None
         starts = recorded_starts(episodes, model.context, start_steps)
@@ -309,7 +309,7 @@ def simulator_starts(section: WorldSection, model: WorldModel, rows: int) -> Sta
     world_fields = simulator.spec.observation
     pairs = {f"'{key}'": (field, world_fields[key]) for key, field in fields.items() if key in world_fields}
     sides = ("for the world model", f"in the simulator '{simulator.spec.name}' of its initial states")
-    require_alike({**pairs, "the action": (model.spec.action, simulator.spec.action)}, sides)
+    require_consistent_fields({**pairs, "the action": (model.spec.action, simulator.spec.action)}, sides)
 
     def starts(seeds: np.ndarray) -> Context:
         indices = np.arange(len(seeds))
@@ -394,6 +394,6 @@ def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:
     It is privileged (asymmetric actor-critic): it reads the simulator's state even if the policy reads only images.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, "critic weights"))
+        torch.manual_seed(derive_seed(seed, "critic weights"))
         spec = world.spec
         return state_critic(spec.observation, spec.history, section.critic_width, CRITIC_DEPTH, spec.instructions)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from robopolicy.core.arrays import Array
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import Field, WorldSpec
 
 TOLERANCE = 1e-5
@@ -79,7 +80,7 @@ def bounds_of(action: Field) -> tuple[Array, Array]:
     return low.reshape(-1), high.reshape(-1)
 
 
-def widened(action: Field, *actions: Array) -> Field:
+def widen_bounds(action: Field, *actions: Array) -> Field:
     """Return the field with bounds widened to contain all of `actions`, [N, A] each; unchanged if they already do."""
     low, high = bounds_of(action)
     batches = [each for each in actions if len(each)]
@@ -92,14 +93,17 @@ def widened(action: Field, *actions: Array) -> Field:
     return replace(action, low=tuple(map(float, lowest)), high=tuple(map(float, highest)))
 
 
-def hull(first: Field, *others: Field) -> Field:
+def union_of_bounds(first: Field, *others: Field) -> Field:
     """Return the first of several fields of one action, with bounds widened to contain the bounds of all of them."""
-    return widened(first, *(np.stack(bounds_of(other)) for other in others))
+    return widen_bounds(first, *(np.stack(bounds_of(other)) for other in others))
 
 
-def executed(spec: WorldSpec, actions: Array) -> Array:
+def clip_if_bounded(spec: WorldSpec, actions: Array) -> Array:
     """Return the actions that a world with spec `spec` executes when given [..., A], as float64: clipped if it clips
     actions.
     """
     actions = np.asarray(actions, dtype=np.float64)
     return np.clip(actions, *bounds_of(spec.action)) if spec.clips_actions else actions
+
+
+keep_former_names(__name__, {"widened": "widen_bounds", "hull": "union_of_bounds", "executed": "clip_if_bounded"})

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 
 ScoreCandidates = Callable[[TensorObservation, Tensor], Tensor]
@@ -27,7 +28,7 @@ def best_of(
     log-probability. deterministic: candidate 0 is the policy's noise-free action. Raises what `policy` and `score`
     raise.
     """
-    repeated_observation = repeated(observation, count)
+    repeated_observation = repeat_observation(observation, count)
     decision = policy.act(repeated_observation, generator, deterministic=False)
     rows = len(decision.actions) // count
     first = torch.arange(rows, device=decision.actions.device) * count
@@ -45,7 +46,7 @@ def best_of(
     return Decision(decision.actions[best], latents, decision.logp[best], decision.mask[best]), scores
 
 
-def repeated(observation: TensorObservation, times: int) -> TensorObservation:
+def repeat_observation(observation: TensorObservation, times: int) -> TensorObservation:
     """Repeat every row of an observation `times` times in succession: key -> [B * times, H, ...]."""
     result: TensorObservation = {}
     for key, value in observation.items():
@@ -74,3 +75,6 @@ AGGREGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "majority": majority_mean,
 }
 """Aggregation by name: scores [..., F] of the imagined futures of an action chunk -> its score [...]."""
+
+
+keep_former_names(__name__, {"repeated": "repeat_observation"})

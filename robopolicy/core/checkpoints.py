@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.errors import CheckpointError, in_one_line
-from robopolicy.core.file_types import described_path
+from robopolicy.core.file_types import describe_path
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.modules import Module, Weights
 from robopolicy.core.spec import LONGEST_HISTORY
 from robopolicy.core.storage import read_text, recover_folder, storage_errors, write_folder_atomic, write_json
@@ -143,7 +144,7 @@ class Checkpoint:
         if self._description is None:
             path = self.folder / "config.json"
             file = _identity(path)
-            if file is None and (description := described_path(self.folder)):
+            if file is None and (description := describe_path(self.folder)):
                 raise CheckpointError(
                     f"{self.folder} is {description}. A checkpoint is a folder with config.json and model.safetensors."
                 )
@@ -211,13 +212,13 @@ def restoring(folder: Path, what: str) -> Generator[None, None, None]:
     """Convert any error while building `what` from config.json into a one-line CheckpointError.
 
     A description is untrusted input: it may allocate little more memory than the weights next to it occupy
-    (`Allowance`).
+    (`AllocationLimit`).
     """
     weights = Path(folder) / WEIGHTS
     # A float32 is 4 bytes, so a file has 4 times as many bytes as elements: room for what is overwritten later
     size = weights.stat().st_size if weights.is_file() else 0
     try:
-        with Allowance(elements=size, tensors=size // 1024):
+        with AllocationLimit(elements=size, tensors=size // 1024):
             yield
     except CheckpointError:  # of a part, which says what it needs
         raise
@@ -296,13 +297,13 @@ def _wrong_in(spec: object) -> str:
         (
             f"its field '{in_one_line(key)}' has an invalid value: {problem}"
             for key, field in all_fields.items()
-            if (problem := wrong_in_field(field))
+            if (problem := invalid_field_entry(field))
         ),
         "",
     )
 
 
-def wrong_in_field(field: object) -> str:
+def invalid_field_entry(field: object) -> str:
     """Return the first invalid value in the JSON of a `core.spec.Field`, "" if there is none."""
     if not is_mapping(field):
         return "no entries"
@@ -338,7 +339,7 @@ def _is_number(value: object) -> "TypeIs[int | float]":
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) < 1e300
 
 
-class Allowance(TorchFunctionMode):
+class AllocationLimit(TorchFunctionMode):
     """Context that limits how many elements and tensors torch's factories and clones may allocate in total.
 
     elements, tensors: e.g. a few times the size of the weights file, since a description that needs more cannot match
@@ -389,3 +390,6 @@ def _elements(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         return rows * (rows if columns is None else int(columns))
     arguments = {key: value for key, value in kwargs.items() if key not in _NOT_ON_META}
     return func(*args, **{**arguments, "device": "meta"}).numel()
+
+
+keep_former_names(__name__, {"Allowance": "AllocationLimit", "wrong_in_field": "invalid_field_entry"})

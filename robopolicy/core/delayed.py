@@ -4,8 +4,8 @@ Robots keep moving while their policy computes. In a `DelayedWorld` the actions 
 that are already decided. The queue is part of the observation (`observation.action_queue`), so the process stays a
 Markov decision process (Katsikopoulos & Engelbrecht 2003, Markov decision processes with delays and asynchronous cost
 collection). Every algorithm can train in this world and learns to predict for the time of execution. An episode starts
-with a queue of hold actions. Data recorded without latency can be converted: see `delayed`. Axes: B row, R selected
-rows, C chunk step, A action dimension, H history frame, d steps of delay.
+with a queue of hold actions. Data recorded without latency can be converted: see `delay_episodes`. Axes: B row, R
+selected rows, C chunk step, A action dimension, H history frame, d steps of delay.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.action_bounds import executed
+from robopolicy.core.action_bounds import clip_if_bounded
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, SpecError, in_one_line
-from robopolicy.core.history import begin, held, move, select
+from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.history import initial_window, repeat_last_valid, select, shift_window
 from robopolicy.core.holding import POSITIONS, keeps_value
 from robopolicy.core.origin import WorldOrigin, origin_of
 from robopolicy.core.policy import Policy
@@ -147,7 +148,9 @@ class DelayedWorld:
         observation = self.world.reset(rows, seeds, options)
         index = np.arange(self.batch_size) if rows is None else np.asarray(rows)
         self._queue[index], self._fresh[index] = self._still, True
-        self._window[index] = begin(self._queue[index].reshape(len(index), 1, -1).astype(np.float32), self.spec.history)
+        self._window[index] = initial_window(
+            self._queue[index].reshape(len(index), 1, -1).astype(np.float32), self.spec.history
+        )
         return self._seen(observation)
 
     def step(self, actions: Array) -> Step:
@@ -157,7 +160,7 @@ class DelayedWorld:
         actions = np.asarray(actions, dtype=np.float64)
         action = self.spec.action
         validate_actions(actions, action, self.batch_size)
-        actions = executed(self.spec, actions)
+        actions = clip_if_bounded(self.spec, actions)
         held_still = np.where(self._kept & self._fresh[:, None, None], actions[:, :1], self._queue)
         plan = np.concatenate([held_still, actions], 1)  # [B, d + C, A]
         count = actions.shape[1]
@@ -169,8 +172,8 @@ class DelayedWorld:
         trace = np.repeat(self._window[:, -1:], count, 1)
         ran = np.flatnonzero(length)
         if len(ran):
-            trace[ran] = held(after[ran], length[ran])
-            self._window[ran] = move(self._window[ran], after[ran], length[ran])
+            trace[ran] = repeat_last_valid(after[ran], length[ran])
+            self._window[ran] = shift_window(self._window[ran], after[ran], length[ran])
             self._queue[ran] = select(plan[ran], length[ran, None] + np.arange(self.steps))
             self._fresh[ran] = False
         return replace(step, observation=self._seen(step.observation), trace={**step.trace, QUEUE: trace})
@@ -220,29 +223,31 @@ class DelayedSnapshots(DelayedWorld):
         return {"queue": self._queue, "fresh": self._fresh, "window": self._window}
 
 
-def queued(snapshot: Snapshot) -> Array | None:
+def queued_actions(snapshot: Snapshot) -> Array | None:
     """Return the queued actions that are not yet executed, [R, d, A]; None for a world without latency."""
     return snapshot.arrays.get(f"{_OURS}queue")
 
 
-def recorded_in(options: Mapping[str, Any], episodes: Episodes) -> Episodes:
-    """Return episodes as they would have been recorded in a world with these options; see `delayed`."""
-    return delayed(episodes, *latency_in(options))
+def episodes_for_world(options: Mapping[str, Any], episodes: Episodes) -> Episodes:
+    """Return episodes as they would have been recorded in a world with these options; see `delay_episodes`."""
+    return delay_episodes(episodes, *latency_in(options))
 
 
-def recorded_for(policy: Policy, episodes: Episodes) -> Episodes:
-    """Return episodes as observed by a policy that predicts ahead, unchanged for other policies; see `delayed`."""
-    return seen_ahead(policy.spec.observation, origin_of(policy), episodes)
+def episodes_for_policy(policy: Policy, episodes: Episodes) -> Episodes:
+    """Return episodes as observed by a policy that predicts ahead, unchanged for other policies; see
+    `delay_episodes`.
+    """
+    return episodes_for_model(policy.spec.observation, origin_of(policy), episodes)
 
 
-def seen_ahead(observation: Mapping[str, Field], origin: WorldOrigin | None, episodes: Episodes) -> Episodes:
+def episodes_for_model(observation: Mapping[str, Field], origin: WorldOrigin | None, episodes: Episodes) -> Episodes:
     """Return episodes as observed by a model that reads `observation` (key -> field) and was trained in the world of
     `origin`.
 
-    Raises as `delayed` does.
+    Raises as `delay_episodes` does.
     """
     _, hold = latency_in({} if origin is None else origin.options)
-    return delayed(episodes, steps_ahead(observation, episodes.action_field), hold)
+    return delay_episodes(episodes, steps_ahead(observation, episodes.action_field), hold)
 
 
 def with_latency_options(origin: WorldOrigin | None, options: Mapping[str, Any]) -> WorldOrigin | None:
@@ -251,7 +256,7 @@ def with_latency_options(origin: WorldOrigin | None, options: Mapping[str, Any])
     return None if origin is None else WorldOrigin(origin.name, {**origin.options, **latency_options})
 
 
-def delayed(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
+def delay_episodes(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
     """Return recorded episodes as if every action had been decided `steps` control steps before it was executed.
 
     Every step contains the observation from `steps` steps earlier and the actions decided by then; an episode starts
@@ -333,3 +338,15 @@ def _still(action: Field) -> Array:
 
 def _repeated(bound: float | tuple[float, ...], size: int, steps: int) -> float | tuple[float, ...]:
     return bound if isinstance(bound, float | int) else tuple(bound[:size]) * steps
+
+
+keep_former_names(
+    __name__,
+    {
+        "delayed": "delay_episodes",
+        "recorded_in": "episodes_for_world",
+        "recorded_for": "episodes_for_policy",
+        "seen_ahead": "episodes_for_model",
+        "queued": "queued_actions",
+    },
+)

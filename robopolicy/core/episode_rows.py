@@ -13,7 +13,7 @@ import numpy as np
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError, SpecError
-from robopolicy.core.history import begin, held, latest, move
+from robopolicy.core.history import initial_window, repeat_last_valid, shift_window, shifted_window
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation, WorldSpec
 from robopolicy.core.world import Rows, Snapshot, Step
 
@@ -98,7 +98,7 @@ class EpisodeRows:
         frames: key -> [R, n >= 1, *shape], the observations so far; instruction: index into the spec's instructions,
         [R] or one for all; own: the world's own arrays [R, ...], with the same names at every start.
         """
-        arrays = {f"history/{key}": begin(frames[key], self.spec.history) for key in self.spec.observation}
+        arrays = {f"history/{key}": initial_window(frames[key], self.spec.history) for key in self.spec.observation}
         arrays |= own or {}
         if not self._arrays:
             self._allocate(arrays)
@@ -192,13 +192,13 @@ class EpisodeRows:
     def update_history(self, index: slice | Array, path: Mapping[str, Array], length: Array) -> None:
         """Advance the history window of rows `index` by `length` [R] steps along `path`, key -> [R, H + C, *shape]."""
         for key, value in path.items():
-            self.arrays[f"history/{key}"][index] = latest(value, length, self.spec.history)
+            self.arrays[f"history/{key}"][index] = shifted_window(value, length, self.spec.history)
 
     def move_history(self, index: slice | Array, frames: Mapping[str, Array], length: Array | None) -> None:
         """Shift the history of rows `index` by the first `length` [R] (None: all) of `frames`, key -> [R, C, ...]."""
         for key, value in frames.items():
             window = self.arrays[f"history/{key}"]
-            window[index] = move(window[index], value, length)
+            window[index] = shift_window(window[index], value, length)
 
     # -- showing -------------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class EpisodeRows:
 
         frames: key -> [R, C, *shape] of rows `index`; only the first `length` [R] (None: all) are used.
         """
-        trace = {key: held(value, length) for key, value in frames.items()}
+        trace = {key: repeat_last_valid(value, length) for key, value in frames.items()}
         if not isinstance(index, slice):
             for key, value in trace.items():
                 trace[key] = np.repeat(self.arrays[f"history/{key}"][:, -1:], value.shape[1], axis=1)

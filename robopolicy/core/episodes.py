@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.action_bounds import hull
+from robopolicy.core.action_bounds import union_of_bounds
 from robopolicy.core.arrays import integers
 from robopolicy.core.errors import ConfigError, DataError, as_setting, did_you_mean
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import TensorObservation
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, require_alike
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, require_consistent_fields
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 
@@ -230,7 +231,7 @@ class Episodes:
             first,
             observation={key: torch.cat([part.observation[key] for part in parts]) for key in first.observation},
             actions=torch.cat([part.actions for part in parts]),
-            action_field=hull(*(part.action_field for part in parts)),
+            action_field=union_of_bounds(*(part.action_field for part in parts)),
             lengths=torch.cat([part.lengths for part in parts]),
             tasks=tuple(task for part in parts for task in part.tasks),
             rewards=None
@@ -436,7 +437,7 @@ def _require_alike(first: Episodes, other: Episodes) -> None:
     if first.action_field.shape != other.action_field.shape:
         raise DataError(f"Actions differ in shape: {first.action_field.shape} and {other.action_field.shape}.")
     fields, other_fields = ({**each.observation_fields, "action": each.action_field} for each in (first, other))
-    require_alike(
+    require_consistent_fields(
         {f"'{key}'": (field, other_fields[key]) for key, field in fields.items()},
         ("in the first episodes", "in the other episodes"),
         error=DataError,
@@ -447,16 +448,16 @@ def _require_alike(first: Episodes, other: Episodes) -> None:
         raise DataError(f"Control rates differ: {first.fps} and {other.fps} steps per second.")
 
 
-def chosen_episodes(
+def select_episodes(
     recorded: Episodes, where: object, section: str, episodes: int | Sequence[int] = 0, without: Sequence[int] = ()
 ) -> Episodes:
-    """Return the episodes of a dataset that settings choose; see `chosen_numbers`, which raises ConfigError."""
+    """Return the episodes of a dataset that settings choose; see `select_episode_indices`, which raises ConfigError."""
     count = len(recorded)
-    numbers = chosen_numbers(count, where, section, episodes, without)
+    numbers = select_episode_indices(count, where, section, episodes, without)
     return recorded if len(numbers) == count and numbers == sorted(numbers) else recorded.select(numbers)
 
 
-def chosen_numbers(
+def select_episode_indices(
     count: int, where: object, section: str, episodes: int | Sequence[int] = 0, without: Sequence[int] = ()
 ) -> list[int]:
     """Return the numbers of those of `count` episodes that settings choose.
@@ -491,7 +492,7 @@ def require_recorded(
     where: object, episodes: Episodes, observation: Mapping[str, Field], action: Field, whose: str = "policy"
 ) -> None:
     """Raise DataError unless `episodes` contain the columns of `observation` (key -> field) and `action` with the same
-    shapes, elements and units; see `spec.require_alike`.
+    shapes, elements and units; see `spec.require_consistent_fields`.
 
     where: dataset location, for the error text; whose: "policy" or "world model".
     """
@@ -512,4 +513,7 @@ def require_recorded(
             )
         pairs[f"'{key}'"] = (fields[key], own_field)
     sides = (f"in {where}", f"for the {whose}")
-    require_alike(pairs, sides, error=DataError, renamed=RENAME_DATA, converted=CONVERT_DATA)
+    require_consistent_fields(pairs, sides, error=DataError, renamed=RENAME_DATA, converted=CONVERT_DATA)
+
+
+keep_former_names(__name__, {"chosen_episodes": "select_episodes", "chosen_numbers": "select_episode_indices"})

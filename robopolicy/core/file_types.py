@@ -7,6 +7,8 @@ import stat
 import zipfile
 from pathlib import Path
 
+from robopolicy.core.former_names import keep_former_names
+
 SIGNATURES = (
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
     (0, b"PAR1", "a parquet file"),
@@ -27,7 +29,7 @@ LISTED = 3
 """Number of names listed of a folder's content."""
 
 
-def described_path(path: Path) -> str:
+def describe_path(path: Path) -> str:
     """Describe `path` as a noun phrase: "an HDF5 file", "an empty folder", "a folder with notes.txt".
 
     "" if nothing is there. Reads at most the start of a file; nothing is unpickled.
@@ -93,3 +95,6 @@ def _zip(path: Path) -> str:
     if any(Path(name).name == "data.pkl" for name in names):
         return "a PyTorch file, which holds a pickle and is never read: it can run any code"
     return "a zip archive"
+
+
+keep_former_names(__name__, {"described_path": "describe_path"})

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import Field
 
 
@@ -15,7 +16,7 @@ def element_names(field: Field, prefix: str = "") -> tuple[str, ...]:
     return field.names or tuple(f"{prefix}[{index}]" for index in range(field.size))
 
 
-def listed(items: list[str], limit: int = 4) -> str:
+def join_names(items: list[str], limit: int = 4) -> str:
     """Join names, at most `limit` of them."""
     rest_text = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + rest_text
@@ -41,8 +42,8 @@ def nonfinite_columns(episodes: Episodes, keys: Collection[str] | None = None, r
         elements = [name for name, is_bad in zip(names, bad_mask.any(0), strict=True) if is_bad]
         episode_names = [str(episode) for episode in sorted({int(episode) for episode in owner.cpu()[rows]})]
         texts.append(
-            f"{name}: {len(rows)} of {len(values)} rows contain NaN or infinity ({listed(elements)}; episodes "
-            f"{listed(episode_names)})"
+            f"{name}: {len(rows)} of {len(values)} rows contain NaN or infinity ({join_names(elements)}; episodes "
+            f"{join_names(episode_names)})"
         )
     return texts
 
@@ -66,3 +67,6 @@ def _recorded(episodes: Episodes, frames: Tensor) -> tuple[Tensor, Tensor]:
         ends = episodes.frame_starts.cpu() + lengths
         recorded_mask[ends[~episodes.final_known.cpu()]] = False
     return frames.cpu()[recorded_mask], owner[recorded_mask]
+
+
+keep_former_names(__name__, {"listed": "join_names"})

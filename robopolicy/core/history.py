@@ -8,10 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from robopolicy.core.arrays import Array
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import Field, Observation
 
 
-def begin(frames: Array, history: int) -> Array:
+def initial_window(frames: Array, history: int) -> Array:
     """Return the initial window [R, H, *shape] for rows with only `frames` [R, n >= 1, *shape] so far.
 
     It contains the newest H frames; if there are fewer, the first one is repeated.
@@ -21,7 +22,7 @@ def begin(frames: Array, history: int) -> Array:
     return frames[:, np.maximum(np.arange(-history, 0), -frames.shape[1])]
 
 
-def newest(observation: Observation, fields: Mapping[str, Field], history: int) -> Observation:
+def newest_window(observation: Observation, fields: Mapping[str, Field], history: int) -> Observation:
     """Return an observation with `fields` cut to their newest H frames where they have more, [R, H, *shape].
 
     For policies that read a shorter history than others in the same world. Entries that are not such a window are
@@ -37,7 +38,7 @@ def newest(observation: Observation, fields: Mapping[str, Field], history: int) 
     return {**observation, **shortened} if shortened else observation
 
 
-def places(length: Array, history: int) -> Array:
+def shifted_indices(length: Array, history: int) -> Array:
     """Return the indices of the shifted window's frames in the old window followed by the new frames, [R, H] int64.
 
     length: [R], number of new frames per row; indices from H on are new frames.
@@ -45,23 +46,23 @@ def places(length: Array, history: int) -> Array:
     return length[:, None] + np.arange(history)
 
 
-def latest(joined: Array, length: Array, history: int) -> Array:
+def shifted_window(joined: Array, length: Array, history: int) -> Array:
     """Return the shifted window [R, H, *shape] from `joined` [R, H + C, *shape], the old window followed by new frames.
 
     length: [R], number of new frames per row.
     """
-    return select(joined, places(length, history))
+    return select(joined, shifted_indices(length, history))
 
 
-def move(window: Array, frames: Array, length: Array | None = None) -> Array:
+def shift_window(window: Array, frames: Array, length: Array | None = None) -> Array:
     """Shift `window` [R, H, *shape] by the first `length` [R] (None: all) of `frames` [R, C, *shape]."""
     if length is None:
         new = frames[:, -window.shape[1] :]
         return np.concatenate([window[:, new.shape[1] :], new], axis=1)
-    return latest(np.concatenate([window, frames], axis=1), length, window.shape[1])
+    return shifted_window(np.concatenate([window, frames], axis=1), length, window.shape[1])
 
 
-def held(frames: Array, length: Array | None) -> Array:
+def repeat_last_valid(frames: Array, length: Array | None) -> Array:
     """Repeat the last valid frame: replace all of `frames` [R, C, *shape] after the first `length` [R] >= 1 (None:
     all).
     """
@@ -73,3 +74,16 @@ def held(frames: Array, length: Array | None) -> Array:
 def select(frames: Array, index: Array) -> Array:
     """Return the frames [R, n, *shape] at indices `index` [R, n] of each row's `frames` [R, C, *shape]."""
     return frames[np.arange(len(frames))[:, None], index]
+
+
+keep_former_names(
+    __name__,
+    {
+        "begin": "initial_window",
+        "newest": "newest_window",
+        "places": "shifted_indices",
+        "latest": "shifted_window",
+        "move": "shift_window",
+        "held": "repeat_last_valid",
+    },
+)

@@ -12,6 +12,7 @@ from enum import Enum
 from itertools import pairwise
 
 from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.former_names import keep_former_names
 
 POSITIONS = ("gripper",)
 """Action elements that keep their value at rest by default: every gripper."""
@@ -128,13 +129,13 @@ def _by_unit(unit: str) -> str:
     return "place" if _PLACE_UNIT.fullmatch(unit.strip()) else ""
 
 
-def is_place_unit(unit: str) -> bool:
+def is_position_unit(unit: str) -> bool:
     """Whether a unit measures a position, such as rad or m."""
     return _by_unit(unit) == "place"
 
 
 @dataclass(frozen=True)
-class Standstill:
+class HoldBehaviour:
     """Behaviour of the action elements of a robot at rest, [A] each.
 
     names: of the elements; keeps: whether an element keeps its value; neutral: its value at rest otherwise; unknown:
@@ -156,14 +157,14 @@ class Standstill:
         )
 
 
-def standstill(
+def hold_behaviour(
     kinds: Sequence[Kind],
     names: Sequence[str],
     *,
     hold: str = "auto",
     positions: Sequence[str] = POSITIONS,
     neutral: Mapping[str, float] | None = None,
-) -> Standstill:
+) -> HoldBehaviour:
     """Return the behaviour at rest of action elements of the given kinds.
 
     names: of the elements, () if they have none; hold: for elements of unknown kind: last keeps their value; zero or
@@ -196,7 +197,7 @@ def standstill(
         for name, kind in zip(element_names, kinds, strict=True)
         if kind is Kind.UNKNOWN and name not in settings_names
     ]
-    return Standstill(
+    return HoldBehaviour(
         element_names,
         tuple(keeps),
         tuple(float(neutral_values.get(name, 0.0)) for name in element_names),
@@ -208,11 +209,11 @@ def keeps_value(hold: str, positions: Sequence[str], names: Sequence[str], size:
     """Return the mask of the `size` action elements that keep their last value while a robot holds position, [A].
 
     Positions keep it; velocities, forces and toggles do not (`kind_of`). hold: last or zero, for elements whose kind
-    follows from neither name nor unit; positions, names, unit: see `standstill` and `unit_of`. Raises ConfigError as
-    `standstill` does.
+    follows from neither name nor unit; positions, names, unit: see `hold_behaviour` and `unit_of`. Raises ConfigError
+    as `hold_behaviour` does.
     """
     kinds = kinds_of(names, unit) if names else [kind_of("", unit)] * size
-    return list(standstill(kinds, names, hold=hold, positions=positions).keeps)
+    return list(hold_behaviour(kinds, names, hold=hold, positions=positions).keeps)
 
 
 def kinds_of(names: Sequence[str], unit: str = "") -> list[Kind]:
@@ -229,3 +230,8 @@ def _require_elements(setting: str, said: Sequence[str], names: Sequence[str]) -
             " The action's elements have no names, so none can be selected here."
         )
         raise ConfigError(f"{setting} contains '{unknown_names[0]}', which is not an element of the action.{hint}")
+
+
+keep_former_names(
+    __name__, {"Standstill": "HoldBehaviour", "standstill": "hold_behaviour", "is_place_unit": "is_position_unit"}
+)

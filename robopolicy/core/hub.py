@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from robopolicy.core.errors import ConfigError, RobopolicyNote, StorageError, in_one_line
 from robopolicy.core.progress import console
-from robopolicy.core.storage import recover_folder, unwritten
+from robopolicy.core.storage import recover_folder, write_failure
 
 Kind = Literal["model", "dataset"]
 
@@ -236,7 +236,7 @@ def hub_errors(name: HubName) -> Generator[None, None, None]:
         if error.errno is None:
             raise ConfigError(f"{name}: {in_one_line(error)}. Run it again.") from error
         raise StorageError(
-            unwritten(error.filename or cache_folder(), error).replace("run.root=", "HF_HOME=")
+            write_failure(error.filename or cache_folder(), error).replace("run.root=", "HF_HOME=")
         ) from error
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.arrays import Array, integers
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import IMAGE_PREFIX
 
 FASTEST = 1
@@ -96,7 +97,7 @@ def frames_of(tree: Tensor | Mapping[str, Any]) -> Frames:
     return PackedFrames(parts, tuple(tree["one"]))
 
 
-def some_of(frames: Frames, numbers: Tensor) -> Frames:
+def select_frames(frames: Frames, numbers: Tensor) -> Frames:
     """Return the frames with indices [m], packed if the input was."""
     if isinstance(frames, PackedFrames):
         return PackedFrames((frames.parts[number] for number in integers(numbers)), frames.one)
@@ -263,7 +264,7 @@ class Images:
         number = torch.zeros(count + 1, dtype=torch.int64, device=used_frames.device)  # of 1 + a frame, and of none
         number[used_frames + 1] = torch.arange(1, len(used_frames) + 1, device=used_frames.device)
         after = None if self.after is None else number[self.after]
-        frames = {key: some_of(value, used_frames) for key, value in self.frames.items()}
+        frames = {key: select_frames(value, used_frames) for key, value in self.frames.items()}
         return Images(frames, number[self.seen + 1] - 1, after)
 
     @staticmethod
@@ -284,3 +285,6 @@ class Images:
             after = torch.cat([pad(end) for end in shifted_ends])
         frames = {key: joined_frames([part.frames[key] for part in parts]) for key in parts[0].frames}
         return Images(frames, indices, after)
+
+
+keep_former_names(__name__, {"some_of": "select_frames"})

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from robopolicy.core.arrays import integers
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.former_names import keep_former_names
 
 
-class Acted(IntEnum):
+class ActingAgent(IntEnum):
     """Code of the agent that acted."""
 
     UNKNOWN = -1
@@ -33,14 +34,14 @@ class Segment(IntEnum):
     CORRECT = 2
 
 
-def intervened(episodes: Episodes) -> Tensor | None:
+def intervention_mask(episodes: Episodes) -> Tensor | None:
     """Return the mask [N] bool of steps that recover or correct; None if the episodes lack this information."""
     return None if episodes.segment is None else episodes.segment >= Segment.RECOVER
 
 
 def before_intervention(episodes: Episodes) -> Tensor | None:
     """Return the mask [N] bool of steps that led to an intervention: outside one, with one later in the episode."""
-    in_intervention = intervened(episodes)
+    in_intervention = intervention_mask(episodes)
     if in_intervention is None:
         return None
     step = torch.arange(len(in_intervention), device=in_intervention.device)
@@ -49,29 +50,29 @@ def before_intervention(episodes: Episodes) -> Tensor | None:
     return ~in_intervention & (step < last[episodes.episode_of_step])
 
 
-def worth_imitating(episodes: Episodes) -> Tensor | None:
+def imitation_mask(episodes: Episodes) -> Tensor | None:
     """Return the mask [N] bool of steps to imitate; None (imitate all) if the episodes do not record who acted.
 
     Includes steps of humans and scripts, all recoveries and corrections, and a policy's own steps after the last
     intervention of a successful episode. Steps with an unknown actor are included.
     """
-    in_intervention = intervened(episodes)
+    in_intervention = intervention_mask(episodes)
     before = before_intervention(episodes)
     actor = episodes.actor
     if in_intervention is None or before is None or actor is None:
         return None
     success = episodes.success
     in_success = torch.zeros_like(in_intervention) if success is None else success[episodes.episode_of_step]
-    return in_intervention | (actor != Acted.POLICY) | (in_success & ~before)
+    return in_intervention | (actor != ActingAgent.POLICY) | (in_success & ~before)
 
 
-def last_of_turn(episodes: Episodes) -> Tensor:
+def last_step_of_turn(episodes: Episodes) -> Tensor:
     """Return the last step [N] int64 of the current turn: before the next hand-over, or the end of the episode.
 
     A hand-over is the start or end of an intervention.
     """
     last = (episodes.starts + episodes.lengths - 1)[episodes.episode_of_step]
-    in_intervention = intervened(episodes)
+    in_intervention = intervention_mask(episodes)
     if in_intervention is None or not len(in_intervention):
         return last
     ends = torch.ones_like(in_intervention)
@@ -83,7 +84,7 @@ def last_of_turn(episodes: Episodes) -> Tensor:
 
 def interventions_in_words(episodes: Episodes) -> str:
     """Summarise interventions in one sentence; "" if the episodes lack this information."""
-    in_intervention, before = intervened(episodes), before_intervention(episodes)
+    in_intervention, before = intervention_mask(episodes), before_intervention(episodes)
     if in_intervention is None or before is None or episodes.segment is None:
         return ""
     count = len(set(integers(episodes.episode_of_step[in_intervention])))
@@ -100,7 +101,7 @@ def imitated_in_words(episodes: Episodes, everything: bool = False) -> str:
 
     everything: whether the policy trains on all steps regardless, e.g. because it contains a world model.
     """
-    worth = worth_imitating(episodes)
+    worth = imitation_mask(episodes)
     if worth is None:
         return ""
     if everything:
@@ -110,3 +111,14 @@ def imitated_in_words(episodes: Episodes, everything: bool = False) -> str:
         f"policy's own steps that led to success; excluded: {int((~worth).sum())} of the policy's own steps that led "
         "to an intervention or to failure"
     )
+
+
+keep_former_names(
+    __name__,
+    {
+        "Acted": "ActingAgent",
+        "worth_imitating": "imitation_mask",
+        "intervened": "intervention_mask",
+        "last_of_turn": "last_step_of_turn",
+    },
+)

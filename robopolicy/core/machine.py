@@ -11,6 +11,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from robopolicy.core.former_names import keep_former_names
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,7 +22,7 @@ GIGABYTE = 1e9
 MEMORY = Path("/proc/meminfo")
 
 
-def choose_graphics() -> None:
+def configure_rendering() -> None:
     """Set MUJOCO_GL to an installed library on Linux without a display, unless the user has set it."""
     if sys.platform != "linux" or os.environ.get("MUJOCO_GL") or os.environ.get("DISPLAY"):
         return
@@ -33,7 +35,7 @@ def choose_graphics() -> None:
         return
 
 
-def graphics_trouble(error: Exception) -> str:
+def rendering_error_hint(error: Exception) -> str:
     """Return the remedy for an import error of MuJoCo's rendering, "" for any other error.
 
     MuJoCo loads the library named by MUJOCO_GL on import and fails in various ways if it is missing.
@@ -50,7 +52,7 @@ def graphics_trouble(error: Exception) -> str:
     )
 
 
-def choose_waiting() -> None:
+def configure_thread_waiting() -> None:
     """Let idle OpenMP threads sleep instead of spin, unless the user has set a wait policy.
 
     Spinning threads block other processes: with both of two cores busy, a training step of a small network took 30
@@ -104,3 +106,13 @@ def in_bytes(count: int) -> str:
     if count < GIGABYTE:
         return f"{count / 1e6:.3g} MB"
     return f"{count / GIGABYTE:.2g} GB" if count < 10 * GIGABYTE else f"{count / GIGABYTE:.0f} GB"
+
+
+keep_former_names(
+    __name__,
+    {
+        "choose_graphics": "configure_rendering",
+        "choose_waiting": "configure_thread_waiting",
+        "graphics_trouble": "rendering_error_hint",
+    },
+)

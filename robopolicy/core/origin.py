@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.errors import CameraError, CheckpointError, ConfigError, SpecError, in_one_line
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.ranges import LARGEST
 from robopolicy.core.spec import LATENCY, LONGEST_HISTORY, LONGEST_LATENCY
 
@@ -65,7 +66,7 @@ def remember_folder(policy: object, folder: object) -> None:
 
 
 @contextmanager
-def about(policy: object) -> Generator[None]:
+def prefix_errors(policy: object) -> Generator[None]:
     """Prefix errors about a policy with its checkpoint folder, if it was loaded from one."""
     folder: str | None = getattr(policy, "loaded_from", None)
     try:
@@ -187,3 +188,6 @@ def texts(value: Any) -> Iterator[str]:
     elif is_sequence(value):
         for inner in value:
             yield from texts(inner)
+
+
+keep_former_names(__name__, {"about": "prefix_errors"})

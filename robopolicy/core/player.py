@@ -21,9 +21,10 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError
-from robopolicy.core.history import newest
-from robopolicy.core.origin import about
-from robopolicy.core.policy import Decision, Policy, Resumes, TensorObservation, is_policy, to_tensors
+from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.history import newest_window
+from robopolicy.core.origin import prefix_errors
+from robopolicy.core.policy import Decision, Policy, ResumesDecision, TensorObservation, is_policy, to_tensors
 from robopolicy.core.randomness import EpisodeGenerator
 from robopolicy.core.spec import Observation, check_finite, require_fit, validate_observation
 from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, Step, World, begin_episodes
@@ -57,7 +58,7 @@ class PolicyActor:
     draws the numbers of its episode, with any other the batch draws jointly; deterministic: no exploration noise (a
     denoising policy's initial noise remains); scored: also require finite log-probabilities. kept: set before a
     decision to resume it from: latents [B, ...] and the number of their steps to keep per row [B], for a policy that
-    `Resumes`.
+    `ResumesDecision`.
     """
 
     def __init__(
@@ -84,12 +85,12 @@ class PolicyActor:
         non-finite decision.
         """
         spec = self.policy.spec
-        observation = newest(observation, spec.observation, spec.history)
+        observation = newest_window(observation, spec.observation, spec.history)
         validate_observation(observation, spec.observation, history=spec.history)
         tensors = to_tensors(observation, self.generator.device)
         generator = self.generator
         with generator.decision(rows) if isinstance(generator, EpisodeGenerator) else nullcontext():
-            if self.kept is not None and isinstance(self.policy, Resumes):
+            if self.kept is not None and isinstance(self.policy, ResumesDecision):
                 decision = self.policy.resume(tensors, *self.kept, generator)
             else:
                 decision = self.policy.act(tensors, generator, deterministic=self.deterministic)
@@ -97,7 +98,7 @@ class PolicyActor:
         if self.scored:
             check_finite("log-probabilities", decision.logp)
         actions = cast(Array, decision.actions.detach().cpu().numpy())  # pyright: ignore[reportUnknownMemberType]
-        return actions.astype(np.float64), Decided(tensors, decision)
+        return actions.astype(np.float64), PolicyOutput(tensors, decision)
 
 
 class ControllerActor:
@@ -123,7 +124,7 @@ class ControllerActor:
 
 def actor_of(
     actor: Policy | Controller | Actor[None], generator: torch.Generator, *, deterministic: bool = False
-) -> Actor[Decided] | Actor[None]:
+) -> Actor[PolicyOutput] | Actor[None]:
     """Wrap a policy (see `PolicyActor`) or a controller (which ignores the generator) as an actor; actors are returned
     unchanged.
     """
@@ -208,7 +209,7 @@ class Player[Info]:
         self.running = self.running.copy()
         self.running[(np.arange(self.world.batch_size) if rows is None else np.asarray(rows))[:count]] = True
 
-    def start_wave(self, seeds: Array, options: Mapping[str, Any] | None = None) -> None:
+    def start_batch(self, seeds: Array, options: Mapping[str, Any] | None = None) -> None:
         """Reset every row and run one episode per seed, [n <= B]; spare rows reuse the seeds but do not run."""
         self.running = np.zeros(self.world.batch_size, dtype=bool)
         self.start(np.resize(seeds, self.world.batch_size), options=options, count=len(seeds))
@@ -246,5 +247,8 @@ class Player[Info]:
 def _require_fit(actor: object, world: World) -> None:
     """Raise SpecError if a policy reads fields that the world does not provide, or its actions differ."""
     if isinstance(actor, PolicyActor):
-        with about(actor.policy):
+        with prefix_errors(actor.policy):
             require_fit(actor.policy.spec, world.spec)
+
+
+keep_former_names(__name__, {"Decided": "PolicyOutput"})

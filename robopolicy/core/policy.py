@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.modules import Module
 from robopolicy.core.spec import TASK, Observation, PolicySpec
 from robopolicy.core.world import Rows
@@ -148,7 +149,7 @@ class Trainable(Module, ScoredPolicy, Protocol):
 
 
 @runtime_checkable
-class BecomesTrainable(Protocol):
+class ConvertibleToTrainable(Protocol):
     """A policy that can only act but can be converted into an equivalent `Trainable`."""
 
     def to_trainable(self) -> Trainable:
@@ -248,7 +249,7 @@ def innermost(policy: Policy) -> Policy:
 
 
 @runtime_checkable
-class TakesAdapters(Protocol):
+class SupportsLora(Protocol):
     """A policy that supports fine-tuning with low-rank adapters (LoRA) instead of all weights."""
 
     def add_lora(self, rank: int) -> None:
@@ -276,7 +277,7 @@ class RecordsMeans(Protocol):
 
 
 @runtime_checkable
-class LowersPrecision(Protocol):
+class SupportsMixedPrecision(Protocol):
     """A policy that computes in the run's training precision, consistently in `act`, `log_prob` and `loss`.
 
     lowers_precision: True; see `robopolicy.nn.precision`.
@@ -286,7 +287,7 @@ class LowersPrecision(Protocol):
 
 
 @runtime_checkable
-class MatchesNoise(Protocol):
+class MatchingLikelihood(Protocol):
     """A policy whose log-probabilities can be computed by denoising its own action, noised at K levels.
 
     scored_by_matching: whether this is enabled; `spec.scored_steps` is then the number of noise levels.
@@ -360,7 +361,7 @@ def missing_members(policy: object, level: type) -> tuple[str, ...]:
 
 def require_trainable(policy: Policy) -> Trainable:
     """Return `policy`, converted if needed, as `Trainable`; raises ConfigError naming the members that it lacks."""
-    if isinstance(policy, BecomesTrainable):
+    if isinstance(policy, ConvertibleToTrainable):
         return policy.to_trainable()
     missing_names = missing_members(policy, Trainable)
     if missing_names:
@@ -387,3 +388,15 @@ def to_tensors(observation: Observation, device: torch.device | str = "cpu") -> 
             array = array.astype(np.float32)
         tensors[key] = torch.tensor(array, device=device)
     return tensors
+
+
+keep_former_names(
+    __name__,
+    {
+        "BecomesTrainable": "ConvertibleToTrainable",
+        "Resumes": "ResumesDecision",
+        "TakesAdapters": "SupportsLora",
+        "LowersPrecision": "SupportsMixedPrecision",
+        "MatchesNoise": "MatchingLikelihood",
+    },
+)

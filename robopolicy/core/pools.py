@@ -27,7 +27,7 @@ from robopolicy.core.errors import (
     in_a_sentence,
     in_one_line,
 )
-from robopolicy.core.registry import Registry, load_dotted, trust, trusted
+from robopolicy.core.registry import Registry, load_dotted, trust, trusted_names
 
 MOST_DEATHS = 3
 """Number of times that a worker may die on the same item before the job stops with an error."""
@@ -94,7 +94,7 @@ def context() -> dict[str, Any]:
     """Return the facts about this process that a worker needs, as plain data: places of modules, and what the user
     trusts.
     """
-    return {"path": [place for place in sys.path if place], **trusted()}
+    return {"path": [place for place in sys.path if place], **trusted_names()}
 
 
 def perform(function: str, item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import RobopolicyWarning, SpecError
+from robopolicy.core.former_names import keep_former_names
 
 NOISE_VERSION = "episode-1"
 """Version of the noise, changed when equal seeds give different numbers; stored results are only joined if it
@@ -32,7 +33,7 @@ _SECOND = 0x94D049BB133111EB
 _MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def derive(seed: int, name: str) -> int:
+def derive_seed(seed: int, name: str) -> int:
     """Return a 63-bit seed for `name` under the root `seed`, identical on every machine and run."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -51,7 +52,7 @@ class Generators:
 
     def __getitem__(self, name: str) -> torch.Generator:
         if name not in self._generators:
-            self._generators[name] = torch.Generator(self.device).manual_seed(derive(self.seed, name))
+            self._generators[name] = torch.Generator(self.device).manual_seed(derive_seed(self.seed, name))
         return self._generators[name]
 
     def state(self) -> dict[str, Tensor]:
@@ -66,12 +67,12 @@ class Generators:
 
 def numpy_generator(seed: int, name: str) -> np.random.Generator:
     """Return a numpy generator for `name` under the root `seed`."""
-    return np.random.default_rng(derive(seed, name))
+    return np.random.default_rng(derive_seed(seed, name))
 
 
 def episode_seeds(seed: int, name: str, count: int) -> Array:
     """Return `count` distinct episode seeds [count] int64; equal names and seeds give paired evaluations."""
-    start = derive(seed, name) >> 12  # below 2**51, which floats and Arrow hold exactly
+    start = derive_seed(seed, name) >> 12  # below 2**51, which floats and Arrow hold exactly
     return start + np.arange(count, dtype=np.int64)
 
 
@@ -88,7 +89,7 @@ def uniforms(seeds: Array, count: int) -> Array:
     return (stream >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def keyed(seed: int, *parts: Array) -> Array:
+def derive_keys(seed: int, *parts: Array) -> Array:
     """Return keys [R] int64 derived from `seed` and from row r of every part, [R] integers each, e.g. episode and step.
 
     Keys of different parts are practically independent; `uniforms` accepts them as seeds.
@@ -210,9 +211,9 @@ class EpisodeGenerator(torch.Generator):
         if not self.rows:
             raise SpecError("Random numbers belong to an episode: call begin() with its seed first.")
         self._decisions[slice(None) if rows is None else rows] += 1
-        self._keys = torch.tensor(keyed(self._noise, self._episodes, self._decisions), device=self.device)
+        self._keys = torch.tensor(derive_keys(self._noise, self._episodes, self._decisions), device=self.device)
         # What no row can own is the same for all episodes, decision by decision.
-        self._shared = torch.tensor(keyed(self._noise, self._decisions.max(keepdims=True)), device=self.device)
+        self._shared = torch.tensor(derive_keys(self._noise, self._decisions.max(keepdims=True)), device=self.device)
         self._drawn = 0
         before = self.get_state()
         if self._watched:  # at first: looking at every call of torch costs time, and most policies need not be watched
@@ -319,7 +320,7 @@ def _arranged(drawn: Tensor, shape: Sequence[int], axis: int | None) -> Tensor:
 
 
 @contextmanager
-def drawing_from(generator: torch.Generator, device: torch.device) -> Generator[None]:
+def use_generator(generator: torch.Generator, device: torch.device) -> Generator[None]:
     """Make code that draws from torch's global generators, on the CPU or `device`, depend only on `generator`.
 
     Inside the context the global generators are seeded with one number drawn from it; afterwards they are restored.
@@ -454,3 +455,6 @@ _DRAWS: dict[Callable[..., Any], Callable[..., Tensor]] = {
     Tensor.multinomial: _multinomial,
 }
 """torch random function -> its per-row replacement."""
+
+
+keep_former_names(__name__, {"derive": "derive_seed", "keyed": "derive_keys", "drawing_from": "use_generator"})

@@ -8,6 +8,8 @@ from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Annotated
 
+from robopolicy.core.former_names import keep_former_names
+
 LARGEST = 2**63 - 1
 """Largest integer accepted as a seed by torch and numpy, and by int64."""
 _SHOWN = 10_000
@@ -34,7 +36,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Filled:
+class NonEmpty:
     """Lists with at least one entry."""
 
     def wrong(self, value: Sized) -> str:
@@ -69,5 +71,8 @@ Positive = Annotated[float, Range(0.0, including=False)]
 """Positive number: a rate, a width, a duration."""
 NonNegative = Annotated[float, Range(0.0)]
 """Non-negative number: a weight or an amount, 0 for none."""
-Share = Annotated[float, Range(0.0, 1.0)]
+Fraction = Annotated[float, Range(0.0, 1.0)]
 """Number from 0 to 1: a probability, a fraction, a discount."""
+
+
+keep_former_names(__name__, {"Share": "Fraction", "Filled": "NonEmpty"})

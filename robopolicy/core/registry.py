@@ -19,6 +19,7 @@ from types import ModuleType, UnionType
 from typing import Any
 
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
+from robopolicy.core.former_names import keep_former_names
 
 _asked_for: set[str] = set()
 """Import paths that the user has named in this process, which checkpoints may load."""
@@ -76,7 +77,7 @@ def import_named(module: str, named: str) -> ModuleType:
         raise ConfigError(f"{named}: importing '{module}' raised {type(error).__name__}: {error}") from error
 
 
-def fixed_arguments(make: Callable[..., Any]) -> dict[str, bool]:
+def named_arguments(make: Callable[..., Any]) -> dict[str, bool]:
     """Return name -> whether required for the arguments of a class or function, without *args and **kwargs."""
     parameters = inspect.signature(make).parameters.values()
     named_parameters = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
@@ -118,34 +119,34 @@ _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 """Option type -> its description and a check of values."""
 
 
-def ask_for(paths: Iterable[str]) -> None:
+def import_plugins(paths: Iterable[str]) -> None:
     """Import modules or import paths named by the user, so that checkpoints that need them can be loaded.
 
     Raises ConfigError when an import fails.
     """
     for path in paths:
         load_dotted(path, "Plugin") if ":" in path else load_dotted(f"{path}:__name__", "Plugin")
-        note(path)
+        trust_path(path)
         _plugins[path] = None
 
 
-def note(path: str) -> None:
+def trust_path(path: str) -> None:
     """Mark a module or import path as trusted because the user named it, so that a checkpoint may load it."""
     _asked_for.add(path)
 
 
-def trusted() -> dict[str, list[str]]:
+def trusted_names() -> dict[str, list[str]]:
     """Return the modules that the user has named in this process, for `trust` in a worker."""
     return {"plugins": list(_plugins), "named": sorted(_asked_for)}
 
 
 def trust(named: Mapping[str, Iterable[str]]) -> None:
-    """Trust what the user has named in another process (`trusted`): import its plugins, mark the other paths."""
-    ask_for(path for path in named["plugins"] if path not in _plugins)
+    """Trust what the user has named in another process (`trusted_names`): import its plugins, mark the other paths."""
+    import_plugins(path for path in named["plugins"] if path not in _plugins)
     _asked_for.update(named["named"])
 
 
-def asked_for(path: str) -> bool:
+def is_trusted(path: str) -> bool:
     """Whether the user has named this import path, or its module, in this process."""
     return path in _asked_for or path.partition(":")[0] in _asked_for
 
@@ -205,7 +206,7 @@ class Registry:
         """Import and return the object for `name` (or an import path). Raises ConfigError."""
         path = self.path(name)
         target = load_dotted(path, self.what.capitalize())
-        note(path)
+        trust_path(path)
         return target
 
     def load_saved(self, name: str, where: Any) -> Any:
@@ -219,12 +220,13 @@ class Registry:
         """Raise CheckpointError unless `name`, read from a checkpoint at `where`, is built in, installed, or was named
         by the user in this process: files must not choose imports. Nothing is imported.
         """
-        if name in self or asked_for(name):
+        if name in self or is_trusted(name):
             return
         if is_dotted(name):
             raise CheckpointError(
                 f"{where} needs the {self.what} '{name}', which is not part of robopolicy. If you trust it, allow "
-                f"its module: run.plugins=[{name.partition(':')[0]}] (in Python: robopolicy.core.registry.ask_for)."
+                f"its module: run.plugins=[{name.partition(':')[0]}] (in Python: "
+                f"robopolicy.core.registry.import_plugins)."
             )
         raise CheckpointError(
             f"{where} contains {name!r:.80}, which is not a known {self.what}.{did_you_mean(name, self.names())}"
@@ -277,3 +279,15 @@ class Kinds(Registry):
 
 def _is_configuration(found: Any) -> bool:
     return isinstance(found, type) and is_dataclass(found) and hasattr(found, "builds")
+
+
+keep_former_names(
+    __name__,
+    {
+        "ask_for": "import_plugins",
+        "note": "trust_path",
+        "trusted": "trusted_names",
+        "asked_for": "is_trusted",
+        "fixed_arguments": "named_arguments",
+    },
+)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.extras import Extras
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.images import Images
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
@@ -201,7 +202,7 @@ def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False, image
     after a decision are not stored (see `Images`).
     """
     source = rollouts.next_observation if following else rollouts.observation
-    pick = picker(where)
+    pick = row_selector(where)
     inputs = {key: pick(tensor_of(source, key)) for key in source if key != TASK}
     if images and rollouts.images is not None:
         source_images = rollouts.images
@@ -314,3 +315,6 @@ def _pad(tensor: Tensor, length: int) -> Tensor:
     if not padding:
         return tensor
     return torch.cat([tensor, tensor.new_zeros((tensor.shape[0], padding, *tensor.shape[2:]))], 1)
+
+
+keep_former_names(__name__, {"visible": "critic_observation", "picker": "row_selector"})

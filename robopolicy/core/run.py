@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from robopolicy.core.storage import read_json_lines, read_object, reading, storage_errors, write_atomic, write_json
+from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.storage import read_errors, read_json_lines, read_object, storage_errors, write_atomic, write_json
 
 CLOCK = "clock.json"
 MACHINE = ("threads", "processor", "instructions", "torch", "numpy", "mujoco")
@@ -41,7 +42,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = Path(path)
         self._clock: Clock | None = None
-        self.followers: list[Follower] = []
+        self.followers: list[MetricsListener] = []
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
 
@@ -75,7 +76,9 @@ class RunFolder:
         with reading(path):
             before: dict[str, Any] = {"shards": 1} | began | began.get("packages", {})
             after: dict[str, Any] = now | now["packages"]
-            names = [name for name in GROUNDS if before.get(name) is not None and after.get(name) is not None]
+            names = [
+                name for name in REPRODUCIBILITY_KEYS if before.get(name) is not None and after.get(name) is not None
+            ]
             changes = {name: after[name] for name in names if before[name] != after[name]}
             if changes and changes not in began.get("resumed_with", []):
                 write_json(path, {**began, "resumed_with": [*began.get("resumed_with", []), changes]})
@@ -102,7 +105,7 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return
-        with reading(path):
+        with read_errors(path):
             records = [record for record in self.metrics() if record.get(key, last) <= last]
         write_atomic(path, "".join(json.dumps(record) + "\n" for record in records))
 
@@ -188,3 +191,6 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None
+
+
+keep_former_names(__name__, {"GROUNDS": "REPRODUCIBILITY_KEYS", "Follower": "MetricsListener"})

@@ -25,6 +25,7 @@ from robopolicy.core.errors import (
     as_setting,
     did_you_mean,
 )
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.holding import unit_of
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def require_fit(policy: PolicySpec, world: WorldSpec) -> None:
     """Raise `SpecError` unless `policy` can act in `world`: the world provides all its inputs, and action shapes match.
 
     Vectors of equal shape may contain different quantities, so names and units declared on both sides are compared too;
-    see `require_alike`.
+    see `require_consistent_fields`.
     """
     require_fields(policy.observation, policy.action, world, policy.fps)
 
@@ -249,7 +250,7 @@ def require_fields(observation: Mapping[str, Field], action: Field, world: World
         )
     pairs = {f"'{key}'": (field, world.observation[key]) for key, field in observation.items()}
     sides = ("for the policy", f"in the world '{world.name}'")
-    require_alike({**pairs, "the action": (action, world.action)}, sides, rates=(fps, world.fps))
+    require_consistent_fields({**pairs, "the action": (action, world.action)}, sides, rates=(fps, world.fps))
 
 
 RENAMED = (
@@ -264,7 +265,7 @@ CONVERTED = (
 )
 
 
-def require_alike(
+def require_consistent_fields(
     pairs: Mapping[str, tuple[Field, Field]],
     sides: tuple[str, str],
     *,
@@ -282,7 +283,7 @@ def require_alike(
     that setting; converted: remedy for differing units.
     """
     for label, (own_field, other) in pairs.items():
-        place = misnamed(own_field.names, other.names)
+        place = name_conflict(own_field.names, other.names)
         if place is not None:
             own_name, other_name = own_field.names[place], other.names[place]
             renaming = {
@@ -305,7 +306,7 @@ def require_alike(
         warnings.warn(f"{'. '.join(doubts)}.", RobopolicyWarning, stacklevel=1)  # one place: each text is said once
 
 
-def misnamed(own: Sequence[str], other: Sequence[str]) -> int | None:
+def name_conflict(own: Sequence[str], other: Sequence[str]) -> int | None:
     """Return the first index where two lists of names contradict each other; None if they do not.
 
     A generic name, a word and a number (motor_0), matches any name at its index, unless the same names appear in
@@ -476,7 +477,7 @@ ImageSize = int | Sequence[int] | Mapping[str, int | Sequence[int]]
 """Allowed values of a world's `image_size`: one number for height and width, (height, width), or either by camera."""
 LARGEST_SIDE = 4096
 """Maximum pixels per image side supported by graphics drivers."""
-DRAWN: Size = (64, 64)
+DEFAULT_IMAGE_SIZE: Size = (64, 64)
 """Default image size of a camera that can be rendered at any size."""
 
 
@@ -498,7 +499,7 @@ def image_sizes(
                 f"world.image_size contains the camera '{camera}', which is not in "
                 f"world.cameras.{did_you_mean(camera, cameras)}"
             )
-    default_sizes = {**dict.fromkeys(cameras, DRAWN), **(own or {})}
+    default_sizes = {**dict.fromkeys(cameras, DEFAULT_IMAGE_SIZE), **(own or {})}
     sizes = {camera: _size(size) for camera, size in requested_sizes.items() if size is not None}
     return {camera: sizes.get(camera, default_sizes[camera]) for camera in cameras}
 
@@ -519,7 +520,7 @@ def image_fields(sizes: Mapping[str, Size]) -> dict[str, Field]:
     return {IMAGE_PREFIX + camera: Field((*size, 3), "uint8", 0, 255) for camera, size in sizes.items()}
 
 
-def shown_sizes(fields: Mapping[str, Field]) -> dict[str, Size]:
+def image_sizes_of(fields: Mapping[str, Field]) -> dict[str, Size]:
     """Return camera -> image size of the images among `fields`, key -> field."""
     shapes = {camera: fields[IMAGE_PREFIX + camera].shape for camera in cameras_of(fields)}
     return {camera: (shape[0], shape[1]) for camera, shape in shapes.items()}
@@ -538,7 +539,7 @@ def image_options(sizes: Mapping[str, Size]) -> dict[str, Any]:
 
 def images_of(fields: Mapping[str, Field]) -> dict[str, Any]:
     """Return the world options that produce the images among `fields`, key -> field: cameras and image_size."""
-    return image_options(shown_sizes(fields))
+    return image_options(image_sizes_of(fields))
 
 
 def validate_observation(
@@ -597,3 +598,14 @@ def validate_actions(actions: Array, spec: Field, batch: int) -> None:
     if actions.shape[1] < 1:
         raise SpecError("An action chunk needs at least one step, but got zero.")
     check_finite("actions", actions)
+
+
+keep_former_names(
+    __name__,
+    {
+        "require_alike": "require_consistent_fields",
+        "shown_sizes": "image_sizes_of",
+        "DRAWN": "DEFAULT_IMAGE_SIZE",
+        "misnamed": "name_conflict",
+    },
+)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from robopolicy.core.errors import RobopolicyError, in_a_sentence, in_one_line, is_interruption
+from robopolicy.core.former_names import keep_former_names
 
 RUNNING = "running"
 FINISHED = "finished"
@@ -207,3 +208,6 @@ def is_claimed(folder: Path) -> bool:
     finally:
         os.close(lock)
     return False
+
+
+keep_former_names(__name__, {"ending": "end_on_error"})

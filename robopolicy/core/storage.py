@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import CheckpointError, DataError, RobopolicyError, StorageError, in_one_line
-from robopolicy.core.file_types import described_path
+from robopolicy.core.file_types import describe_path
+from robopolicy.core.former_names import keep_former_names
 
 LARGEST_TEXT = 2**24
 """Maximum bytes of a parsed JSON or YAML file; its content takes a hundred times as much memory."""
@@ -41,10 +42,10 @@ def storage_errors(path: Path) -> Generator[None, None, None]:
             ) from error
         raise StorageError(f"Could not write {path}: {error}. Free some space or choose another folder.") from error
     except OSError as error:
-        raise StorageError(unwritten(path, error)) from error
+        raise StorageError(write_failure(path, error)) from error
 
 
-def unwritten(path: object, error: OSError) -> str:
+def write_failure(path: object, error: OSError) -> str:
     """Return the reason why `path` could not be written and the remedy, in one sentence."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"No space left while writing {path}. Free some space and run the command again."
@@ -103,7 +104,7 @@ def require_writable(path: Path) -> None:
         raise StorageError(f"{path} cannot be written ({error.strerror or error}): choose another path.") from error
 
 
-def sweep(folder: Path, name: str = "") -> None:
+def remove_leftovers(folder: Path, name: str = "") -> None:
     """Remove leftovers of a killed `write_atomic` or `write_folder_atomic` from `folder`; no other process may write
     there.
 
@@ -149,7 +150,7 @@ def read_text(path: Path, failure: type[RobopolicyError] = CheckpointError, limi
             )
         return data.decode()
     except FileNotFoundError as error:
-        if description := described_path(path.parent):
+        if description := describe_path(path.parent):
             raise failure(
                 f"{path.parent} has no {path.name}: it is {description}. Is this the folder you meant?"
             ) from error
@@ -185,7 +186,7 @@ def read_object(path: Path, failure: type[RobopolicyError] = CheckpointError) ->
 
 
 @contextmanager
-def reading(
+def read_errors(
     path: Path, way_out: str = "Restore it from a copy", failure: type[RobopolicyError] = DataError
 ) -> Generator[None, None, None]:
     """Convert any error while reading or parsing `path` into a one-line `failure`.
@@ -285,3 +286,6 @@ def resource(kind: str, name: str = "") -> Path:
         if root.is_dir():
             return root / name
     raise FileNotFoundError(f"The '{kind}' folder is missing from this installation: reinstall robopolicy.")
+
+
+keep_former_names(__name__, {"sweep": "remove_leftovers", "unwritten": "write_failure", "reading": "read_errors"})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array, is_mapping, is_sequence
 from robopolicy.core.errors import CheckpointError
-from robopolicy.core.storage import read_object, reading, storage_errors, write_json
+from robopolicy.core.storage import read_errors, read_object, storage_errors, write_json
 
 Tree = Mapping[str, Any]
 """Nested mappings with string keys whose leaves are tensors or JSON values."""
@@ -41,7 +41,7 @@ def load_tree(folder: Path, name: str, device: torch.device | str = "cpu") -> di
     require_hash(path, skeleton.get(_HASH), described.name)
     tensors = load_tensors(path, device)
 
-    with reading(described, failure=CheckpointError):
+    with read_errors(described, failure=CheckpointError):
         return _joined({key: value for key, value in skeleton.items() if key != _HASH}, tensors, path, described)
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.holding import Kind, is_gripper, is_place_unit, kind_of, unit_of
+from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.holding import Kind, is_gripper, is_position_unit, kind_of, unit_of
 from robopolicy.core.spec import Field
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ _DEGREES, _RADIANS = re.compile(r"(?i:deg|degrees?|°)"), re.compile(r"(?i:rad|r
 
 
 @dataclass(frozen=True)
-class Turns:
+class Periodicity:
     """Periodicity of the elements of an action, all [A]; `like` converts to tensors.
 
     period: length of one turn, 0 for non-periodic elements; bounded, low: period and lower bound of elements whose
@@ -51,9 +52,9 @@ class Turns:
     low: Any
     at_once: Any
 
-    def like(self, tensor: "Tensor") -> "Turns":
+    def like(self, tensor: "Tensor") -> "Periodicity":
         """Return the same values as tensors, with the device and dtype of `tensor`."""
-        return Turns(
+        return Periodicity(
             *(tensor.new_tensor(each.tolist()) for each in (self.period, self.bounded, self.low, self.at_once))
         )
 
@@ -67,7 +68,9 @@ class Turns:
         return values - self.bounded * ((fraction < 0) | (fraction > 1)) * (fraction // 1)
 
 
-def turns_of(action: Field, turns: Mapping[str, float] | None = None, switches: Sequence[str] = ()) -> Turns:
+def periodicity_of(
+    action: Field, turns: Mapping[str, float] | None = None, switches: Sequence[str] = ()
+) -> Periodicity:
     """Infer the periodicity of the elements of an action from their names, units and bounds.
 
     turns: name -> its period, 0 for an element that is neither periodic nor switches; switches: names of elements that
@@ -91,7 +94,7 @@ def turns_of(action: Field, turns: Mapping[str, float] | None = None, switches: 
             period[place], at_once[place] = _turn(name, units.get(name, ""), low[place], high[place])
     bounded = np.where(np.isfinite(low) & np.isfinite(high), period, 0.0)
     low = np.where(bounded > 0, low, 0.0)
-    return Turns(*(each.reshape(action.shape) for each in (period, bounded, low, at_once)))
+    return Periodicity(*(each.reshape(action.shape) for each in (period, bounded, low, at_once)))
 
 
 def _turn(name: str, unit: str, low: float, high: float) -> tuple[float, bool]:
@@ -100,7 +103,7 @@ def _turn(name: str, unit: str, low: float, high: float) -> tuple[float, bool]:
     if kind is Kind.RATE:
         return 0.0, False
     switches = is_gripper(name) or _SWITCHES.search(name)
-    if kind is Kind.TOGGLE or _QUATERNION.search(name) or (switches and not is_place_unit(unit)):
+    if kind is Kind.TOGGLE or _QUATERNION.search(name) or (switches and not is_position_unit(unit)):
         return 0.0, True
     turn = 360.0 if _DEGREES.fullmatch(unit) else 2 * math.pi if _RADIANS.fullmatch(unit) else 0.0
     endless = (turn, not turn) if _GOES_ROUND.search(name) else (0.0, False)
@@ -110,3 +113,6 @@ def _turn(name: str, unit: str, low: float, high: float) -> tuple[float, bool]:
         if abs(high - low - full_turn) < 0.02 * full_turn and (turn or _ANGLE.search(name)):
             return full_turn, False
     return endless if high - low > (turn or 2 * math.pi) else (0.0, False)
+
+
+keep_former_names(__name__, {"Turns": "Periodicity", "turns_of": "periodicity_of"})

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from robopolicy.core.episodes import Episodes, chosen_numbers
+from robopolicy.core.episodes import Episodes, select_episode_indices
 from robopolicy.core.errors import ConfigError, DataError
-from robopolicy.core.file_types import described_path
+from robopolicy.core.file_types import describe_path
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX, Field
-from robopolicy.core.storage import reading, recover_folder, sweep
+from robopolicy.core.storage import read_errors, recover_folder, remove_leftovers
 from robopolicy.data.configuration import ConvertConfig
 from robopolicy.data.formats.format import FORMATS, Source, format_of
 from robopolicy.data.formats.mapping import (
@@ -122,7 +122,7 @@ class Conversion:
         self._check()
         recover_folder(target)
         if target.parent.is_dir():
-            sweep(target.parent, target.name)
+            remove_leftovers(target.parent, target.name)
         cameras = sum(name.startswith(IMAGE_PREFIX) for name in self.opened[0].columns)
         videos = cameras if self.config.images == "video" else 0
         with progress("converting", len(self.chosen) * (1 + videos)) as advance:
@@ -134,7 +134,7 @@ class Conversion:
         dataset_format = format_of(path, kind)
         if dataset_format is None:
             raise DataError(_unknown(path))
-        with reading(path):
+        with read_errors(path):
             source = self._stack.enter_context(dataset_format.open(path))
             columns = mapped(source.columns, self.config.map, path)
             return _Opened(source, dataset_format.title, columns, self._pictures(source, columns))
@@ -215,7 +215,7 @@ class Conversion:
     def _chosen(self) -> list[tuple[_Opened, int]]:
         all_episodes = [(each, episode) for each in self.opened for episode in range(len(each.source.lengths))]
         paths = ", ".join(str(each.source.path) for each in self.opened[:3])
-        numbers = chosen_numbers(
+        numbers = select_episode_indices(
             len(all_episodes), paths, "convert", self.config.episodes, self.config.exclude_episodes
         )
         return [all_episodes[number] for number in numbers]
@@ -234,7 +234,7 @@ class Conversion:
                         f"{place} has {length} steps, of which none remain after convert.trim_start and "
                         "convert.trim_end."
                     )
-                with reading(source.path):
+                with read_errors(source.path):
                     shapes = source.shapes(episode, entry.keys)
                 observed = {
                     part.key for name, parts in entry.columns.items() for part in parts if name[:12] == "observation."
@@ -257,7 +257,7 @@ class Conversion:
         waiting: list[dict[str, Any]] = []
         size = 0
         for entry, episode in self.chosen:
-            with reading(entry.source.path, f"Exclude episode {episode}, or restore it from a copy"):
+            with read_errors(entry.source.path, f"Exclude episode {episode}, or restore it from a copy"):
                 waiting.append(self._read(entry, episode))
             size += sum(values.nbytes for values in waiting[-1]["observation"].values())
             if size >= AT_ONCE:
@@ -379,6 +379,6 @@ def _unknown(path: Path) -> str:
             "convert it to a LeRobotDataset."
         )
     return (
-        f"{path} is {described_path(path)} and has no known format ({', '.join(FORMATS.names())}). Save its arrays as "
+        f"{path} is {describe_path(path)} and has no known format ({', '.join(FORMATS.names())}). Save its arrays as "
         ".npz (docs/guides/recorded_data.md lists the names), or add a format: convert.format=package.module:Class."
     )

@@ -13,8 +13,8 @@ import torch
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.interventions import Acted, Segment
-from robopolicy.core.origin import about
+from robopolicy.core.interventions import ActingAgent, Segment
+from robopolicy.core.origin import prefix_errors
 from robopolicy.core.player import PlayedStep, PolicyActor
 from robopolicy.core.policy import Policy
 from robopolicy.core.spec import Field, Observation, WorldSpec, require_fit
@@ -50,7 +50,7 @@ class Operator:
         config: CorrectConfig,
         generator: torch.Generator,
     ):
-        with about(policy):
+        with prefix_errors(policy):
             require_fit(policy.spec, spec)
         self.policy = PolicyActor(policy, generator)
         self.expert = expert
@@ -109,7 +109,7 @@ class Operator:
         self._done[rows, np.minimum(self._time, self._done.shape[1] - 1)] = actions
         self._time += 1
         segment = np.where(back, Segment.RECOVER, np.where(forward, Segment.CORRECT, Segment.AUTONOMOUS))
-        return actions[:, None], Turn(np.where(taken_over, Acted.SCRIPT, Acted.POLICY), segment)
+        return actions[:, None], Turn(np.where(taken_over, ActingAgent.SCRIPT, ActingAgent.POLICY), segment)
 
     def watch(self, played: PlayedStep[Any]) -> None:
         """Record the rewards of the last control step."""

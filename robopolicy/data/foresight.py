@@ -12,7 +12,7 @@ import copy
 import numpy as np
 
 from robopolicy.core.arrays import Array
-from robopolicy.core.delayed import queued
+from robopolicy.core.delayed import queued_actions
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import Observation
 from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, World, begin_episodes
@@ -63,7 +63,7 @@ class Foresight:
         """
         snapshot = self._now()
         self._restore(Snapshot({name: snapshot.arrays[name] for name in self._known}))
-        action = queued(snapshot)
+        action = queued_actions(snapshot)
         goes_on = np.ones(self.ahead.batch_size, bool)
         if action is not None:
             step = self.ahead.step(action)

@@ -15,7 +15,7 @@ import numpy as np
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import DataError
-from robopolicy.core.storage import sweep, write_atomic
+from robopolicy.core.storage import remove_leftovers, write_atomic
 
 SECONDS = 10.0
 """Seconds that finished episodes may wait in memory: a killed process loses at most this much, an interrupted one
@@ -54,7 +54,7 @@ class Kept:
         self.folder, self.seconds = folder, seconds
         self.known: dict[int, Recording] = {}
         if folder.is_dir():
-            sweep(folder)
+            remove_leftovers(folder)
             for file in sorted(folder.glob("*.npz")):
                 self.known |= _read(file)
         self._waiting: list[Recording] = []

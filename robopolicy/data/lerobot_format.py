@@ -24,7 +24,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError
 from robopolicy.core.origin import WorldOrigin
 from robopolicy.core.progress import Advance
-from robopolicy.core.spec import IMAGE_PREFIX, require_alike
+from robopolicy.core.spec import IMAGE_PREFIX, require_consistent_fields
 from robopolicy.core.storage import read_json, recover_folder, write_folder_atomic, write_json
 from robopolicy.core.tensors import save_tree
 from robopolicy.data.lerobot_checks import file_within
@@ -84,7 +84,7 @@ def write_dataset(
         before = read_dataset(folder, cameras=())
         _require_same_world(folder, origin)
         old_fields, new = ({**each.observation_fields, "action": each.action_field} for each in (before, episodes))
-        require_alike(
+        require_consistent_fields(
             {f"'{key}'": (field, new[key]) for key, field in old_fields.items()},
             (f"in {folder}", "in the episodes to be appended"),
             error=DataError,

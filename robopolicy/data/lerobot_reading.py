@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.arrays import is_mapping, is_sequence
-from robopolicy.core.checkpoints import wrong_in_field
+from robopolicy.core.checkpoints import invalid_field_entry
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, DataError, RobopolicyWarning, as_setting, did_you_mean, in_one_line
-from robopolicy.core.file_types import described_path
-from robopolicy.core.finite_values import listed
-from robopolicy.core.interventions import Acted, Segment
+from robopolicy.core.file_types import describe_path
+from robopolicy.core.finite_values import join_names
+from robopolicy.core.interventions import ActingAgent, Segment
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, Field
-from robopolicy.core.storage import read_json, reading, recover_folder
+from robopolicy.core.storage import read_errors, read_json, recover_folder
 from robopolicy.core.tensors import load_tree
 from robopolicy.data.formats.format import what_it_is
 from robopolicy.data.lerobot_checks import (
@@ -150,7 +150,7 @@ def read_dataset(
     An episode whose task changes is split into several, each with its own task.
     """
     folder = recover_folder(Path(folder))
-    with reading(folder):
+    with read_errors(folder):
         return with_names(_read(folder, episodes, cameras, rename), rename)
 
 
@@ -203,7 +203,7 @@ def read_columns(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
         feature = information["features"].get(name, {"dtype": "", "shape": []})
         if feature["dtype"] not in _NUMERIC or is_picture(feature):
             raise DataError(f"{folder} has no numeric column '{name}'.{did_you_mean(name, information['features'])}")
-    with reading(folder):
+    with read_errors(folder):
         table = _read_table(folder, information, _data_files(folder), [], {}, names)
     order = np.lexsort((table["frame_index"], table["episode_index"]))
     arrays = {name: torch.from_numpy(np.ascontiguousarray(table[name][order])) for name in names}
@@ -232,7 +232,7 @@ def read_information(folder: Path, rename: Mapping[str, str] = NO_OTHER_NAMES) -
     if not Path(folder).exists():
         raise DataError(f"{folder} does not exist. Collect demonstrations into it first, or correct the path.")
     if not is_dataset(folder):
-        no_dataset = f"{folder} is {described_path(Path(folder))}. A LeRobotDataset is a folder with meta/info.json. "
+        no_dataset = f"{folder} is {describe_path(Path(folder))}. A LeRobotDataset is a folder with meta/info.json. "
         raise DataError(what_it_is(Path(folder)) or no_dataset + OTHER_FORMATS)
     information = read_json(file_within(Path(folder), "meta/info.json", "meta/info.json"), DataError)
     version = str(information.get("codebase_version", "unknown"))[:20] if isinstance(information, dict) else "unknown"
@@ -379,7 +379,7 @@ def _chosen_cameras(
         name: feature for name, feature in features.items() if name not in _KNOWN and not name.startswith("next.")
     }
     if other_features and not any(name.startswith("observation.") for name in other_features):
-        listing = listed([f"{name} ({kind_in_words(feature)})" for name, feature in other_features.items()], 8)
+        listing = join_names([f"{name} ({kind_in_words(feature)})" for name, feature in other_features.items()], 8)
         names = (
             " Rename the columns that the policy should read to LeRobot's names, such as observation.state and "
             "observation.images.wrist: train.rename={COLUMN: observation.state}."
@@ -437,7 +437,7 @@ def _read_sidecar(
         tree = load_tree(folder / SIDECAR, "episodes")
     except CheckpointError as error:
         raise DataError(f"{error} {way_out}.") from error
-    with reading(folder / SIDECAR, way_out):
+    with read_errors(folder / SIDECAR, way_out):
         stored_lengths: Tensor = tree["lengths"]
         if len(stored_lengths) != total or stored_lengths[selected].tolist() != lengths.tolist():
             raise DataError(f"{folder} was edited by another program: {SIDECAR} describes other episodes. {way_out}.")
@@ -447,7 +447,7 @@ def _read_sidecar(
         final = {key: value[selected] for key, value in last.items() if key in shapes}
         fields = {key: field for key, field in described.items() if key in shapes}
         for key, field in {**fields, "action": tree["action_field"]}.items():
-            problem = wrong_in_field(field) or (
+            problem = invalid_field_entry(field) or (
                 "" if math.prod(field["shape"]) == math.prod(shapes[key]) else "a shape"
             )
             problem = problem or ("names" if len(field["names"]) not in (0, math.prod(shapes[key])) else "")
@@ -483,7 +483,7 @@ def _assemble(
     keys = [key for key in features if key.startswith("observation.") and key in columns]
     unread = {key: feature for key, feature in features.items() if key.startswith("observation.") and key not in keys}
     if unread and not keys and not any(map(is_picture, unread.values())):
-        listing = listed([f"{name} ({kind_in_words(feature)})" for name, feature in unread.items()], 8)
+        listing = join_names([f"{name} ({kind_in_words(feature)})" for name, feature in unread.items()], 8)
         raise DataError(f"{folder} has no numeric or image observations. It has {listing}.")
     count, ends = len(lengths), np.cumsum(lengths)
     final: Mapping[str, Tensor] = {} if sidecar is None else sidecar.final
@@ -576,7 +576,7 @@ def _who_acted(columns: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         if name in columns and columns[name].size == len(columns[name]):
             person = _flat(columns[name]).bool()
             return {
-                "actor": torch.where(person, Acted.HUMAN, Acted.POLICY),
+                "actor": torch.where(person, ActingAgent.HUMAN, ActingAgent.POLICY),
                 "segment": torch.where(person, Segment.CORRECT, Segment.AUTONOMOUS),
             }
     return {}
@@ -612,8 +612,8 @@ def _field(folder: Path, key: str, feature: Mapping[str, Any], image_shape: tupl
         return Field(shape)
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
         warnings.warn(
-            f"{folder}/meta/info.json (or rename) gives the name {listed([f"'{name}'" for name in duplicates], 5)} to "
-            f"more than one element of '{key}', so its names are ignored: give each element a unique name there.",
+            f"{folder}/meta/info.json (or rename) gives the name {join_names([f"'{name}'" for name in duplicates], 5)} "
+            f"to more than one element of '{key}', so its names are ignored: give each element a unique name there.",
             RobopolicyWarning,
             stacklevel=4,
         )

@@ -20,10 +20,10 @@ import torch
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
-from robopolicy.core.interventions import intervened
+from robopolicy.core.interventions import intervention_mask
 from robopolicy.core.machine import usable_threads
 from robopolicy.core.progress import Advance, progress
-from robopolicy.core.storage import read_object, reading
+from robopolicy.core.storage import read_errors, read_object
 from robopolicy.data.lerobot_media import encode_png, quiet_encoder, video_information, write_videos
 from robopolicy.data.lerobot_reading import ACTOR, INTERVENTIONS, LABEL_STEPS, LABELS, SEGMENT
 from robopolicy.data.lerobot_statistics import Statistics, image_statistics, pooled, vector_statistics
@@ -108,7 +108,7 @@ def write_tables(
 def _read_existing(folder: Path) -> _Existing:
     import pyarrow.parquet as pq
 
-    with reading(folder):
+    with read_errors(folder):
         table = pq.read_table(folder / "meta" / "tasks.parquet").to_pydict()
         texts = table.get("task", table.get("__index_level_0__", []))
         tasks = dict(zip(table["task_index"], texts, strict=True))
@@ -135,7 +135,7 @@ def _columns(
     values["next.success"] = episodes.step_success
     values["next.terminated"] = None if episodes.terminated is None else done & episodes.terminated[episode]
     values["episode_seed"] = None if episodes.seeds is None else episodes.seeds[episode]
-    values |= {ACTOR: episodes.actor, SEGMENT: episodes.segment, INTERVENTIONS[0]: intervened(episodes)}
+    values |= {ACTOR: episodes.actor, SEGMENT: episodes.segment, INTERVENTIONS[0]: intervention_mask(episodes)}
     values[LABELS] = None if episodes.labels is None else episodes.labels.flatten(1)
     values[LABEL_STEPS] = episodes.label_steps
     columns: dict[str, np.ndarray] = {}

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.action_bounds import OutsideBounds, executed, hull, widened
+from robopolicy.core.action_bounds import OutsideBounds, clip_if_bounded, union_of_bounds, widen_bounds
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, RobopolicyNote
 from robopolicy.core.player import Actor, PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.progress import progress
-from robopolicy.core.randomness import EpisodeGenerator, derive
+from robopolicy.core.randomness import EpisodeGenerator, derive_seed
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
 from robopolicy.core.world import Controller, Step, World, begin_episodes
 from robopolicy.data.chains import Chains, chain_of
@@ -49,7 +49,7 @@ def record(
     SpecError (actor, teacher and world do not fit) and ConfigError (successes only, but the world reports none).
     """
     draws = EpisodeGenerator.of(torch.Generator() if generator is None else generator)
-    teacher_draws = EpisodeGenerator(derive(draws.initial_seed(), "teacher"), draws.device)
+    teacher_draws = EpisodeGenerator(derive_seed(draws.initial_seed(), "teacher"), draws.device)
     labels = None if teacher is None else actor_of(teacher, teacher_draws, deterministic=True)
     takes = _play(world, actor, seeds, episodes, successes_only, generator, deterministic, teacher=labels, kept=kept)
     return _gather(takes, world.spec, episodes, successes_only)
@@ -180,7 +180,7 @@ def record_until(steps: float, play: Callable[[int], Episodes]) -> Episodes:
 
 def of_one_world(parts: Sequence[Episodes]) -> Episodes:
     """Join recordings of one world, with action bounds widened to contain all of them."""
-    action = hull(*(part.action_field for part in parts))
+    action = union_of_bounds(*(part.action_field for part in parts))
     return Episodes.concatenate([replace(part, action_field=action) for part in parts])
 
 
@@ -207,14 +207,14 @@ class _Takes:
         self.waiting = list(range(len(seeds))) if kept is None else kept.left(len(seeds))
         if self.waiting:
             first = self.waiting[: player.world.batch_size]
-            player.start_wave(seeds[first])
+            player.start_batch(seeds[first])
             begin_episodes(teacher, np.resize(seeds[first], player.world.batch_size))
             self._open(np.arange(len(first)))
 
     def add(self, played: PlayedStep[Any]) -> None:
         """Store the results of the rows that were running."""
         spec = self.player.world.spec
-        done = executed(spec, played.actions)
+        done = clip_if_bounded(spec, played.actions)
         self.outside.add(played.actions, played.step.valid & played.running[:, None])
         for row in played.running.nonzero()[0]:
             recording = self.current[row]
@@ -225,7 +225,7 @@ class _Takes:
                 recording.begins.append(len(recording.success))
                 recording.chains.append(chain_of(played.info.decision, row))
             if self.labels is not None and played.step.valid[row].any():
-                recording.labels.append(executed(spec, self.labels[row]))
+                recording.labels.append(clip_if_bounded(spec, self.labels[row]))
                 if isinstance(self.teacher, Foresight):
                     recording.label_steps.append(int(self.teacher.before_end[row]))
             _append(recording, played.step, done, row, spec)
@@ -310,7 +310,7 @@ def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: 
     return Episodes(
         observation_fields=dict(spec.observation),
         # Whoever learns from them may do what was done here, also where the bounds are none.
-        action_field=widened(spec.action, *_all_actions(recordings)),
+        action_field=widen_bounds(spec.action, *_all_actions(recordings)),
         fps=float(spec.fps),  # which is how it comes back from the disk
         observation={
             key: joined(

@@ -14,8 +14,8 @@ from torch import Tensor
 from robopolicy.core.action_bounds import OutsideBounds
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
-from robopolicy.core.finite_values import element_names, listed, nonfinite_columns
-from robopolicy.core.spec import IMAGE_PREFIX, Field, WorldSpec, misnamed, same_rate, same_units
+from robopolicy.core.finite_values import element_names, join_names, nonfinite_columns
+from robopolicy.core.spec import IMAGE_PREFIX, Field, WorldSpec, name_conflict, same_rate, same_units
 from robopolicy.core.storage import read_json
 from robopolicy.data.lerobot_checks import camera_columns, file_within, is_picture, kind_in_words
 from robopolicy.data.lerobot_reading import read_information
@@ -116,7 +116,7 @@ def check_action_range(actions: Tensor, spec: WorldSpec) -> list[Finding]:
         remedy = (
             "The units differ (metres instead of millimetres, radians instead of degrees?), or the data hardly moves."
         )
-        text = f"uses < 1 % of the range: {listed([names[index] for index in narrow])}"
+        text = f"uses < 1 % of the range: {join_names([names[index] for index in narrow])}"
         findings.append(Finding("action scale", Health.WARNING, text, remedy))
     return findings
 
@@ -128,7 +128,7 @@ def check_constant_actions(actions: Tensor, field: Field) -> list[Finding]:
     if len(constant_names) == len(names):
         remedy = "The recorder did not record the actions."
         return [Finding("constant actions", Health.BAD, "no action ever changes", remedy)]
-    text = f"constant in the data: {listed(constant_names)}"
+    text = f"constant in the data: {join_names(constant_names)}"
     return [Finding("constant actions", Health.UNKNOWN, text)] if constant_names else []
 
 
@@ -138,7 +138,7 @@ def _missing(key: str, recorded: Mapping[str, Field], who: str) -> Finding:
             key, Health.BAD, f"{who} it, but the dataset lacks it", "Record again, or rename the dataset's key."
         )
     camera, present = key.removeprefix(IMAGE_PREFIX), [name for name in recorded if name.startswith(IMAGE_PREFIX)]
-    have = listed([name.removeprefix(IMAGE_PREFIX) for name in present]) or "none"
+    have = join_names([name.removeprefix(IMAGE_PREFIX) for name in present]) or "none"
     text = f"{who} camera '{camera}', but the dataset lacks it (it has: {have})"
     remedy = "Rename the dataset's camera if it shows the same view; otherwise record again with this camera."
     return Finding("missing camera", Health.BAD, text, remedy)
@@ -154,7 +154,7 @@ def _unnamed(fields: Mapping[str, Field], recorded: Mapping[str, Field]) -> list
     }
     remedy = "Check that the elements are in the order that the policy was trained on."
     return [
-        Finding("element names", Health.UNKNOWN, f"not compared: {owner} has no names for {listed(keys)}", remedy)
+        Finding("element names", Health.UNKNOWN, f"not compared: {owner} has no names for {join_names(keys)}", remedy)
         for owner, keys in silent.items()
         if keys
     ]
@@ -168,7 +168,7 @@ def _compare(key: str, recorded: Field, wanted: Field, whose: str) -> Finding:
             f"Data and {whose} come from different worlds, versions or image sizes: record again, or use the other one."
         )
         return Finding(key, Health.BAD, text, remedy)
-    if misnamed(recorded.names, wanted.names) is not None:
+    if name_conflict(recorded.names, wanted.names) is not None:
         pairs = zip(recorded.names, wanted.names, strict=False)
         different = [
             f"'{data_name}' where the {whose} has '{other}'" for data_name, other in pairs if data_name != other
@@ -179,7 +179,7 @@ def _compare(key: str, recorded: Field, wanted: Field, whose: str) -> Finding:
         return Finding(
             kind if same_names else key,
             Health.BAD if same_names else Health.WARNING,
-            f"{key}: {listed(different)}",
+            f"{key}: {join_names(different)}",
             remedy,
         )
     if not same_units(recorded, wanted):
@@ -235,7 +235,7 @@ def check_statistics(episodes: Episodes, folder: Path) -> list[Finding]:
             continue
         off = _disagreeing(stored_statistics, values.reshape(len(values), -1), element_names(fields[key], key))
         if off:
-            text = f"meta/stats.json differs from the data of '{key}': {listed(off)}"
+            text = f"meta/stats.json differs from the data of '{key}': {join_names(off)}"
             findings.append(Finding("statistics", Health.BAD, text, REMEDY))
     return findings or [Finding("statistics", Health.GOOD, "meta/stats.json matches the data")]
 
@@ -250,7 +250,7 @@ def check_columns(folder: Path) -> list[Finding]:
         if is_picture(feature) and name not in read_columns
     ]
     remedy = "Colour images are read as observation.NAME; depth images are not read."
-    return [Finding("ignored columns", Health.UNKNOWN, f"not read: {listed(unread)}", remedy)] if unread else []
+    return [Finding("ignored columns", Health.UNKNOWN, f"not read: {join_names(unread)}", remedy)] if unread else []
 
 
 def _disagreeing(stored: dict[str, object], values: np.ndarray, names: tuple[str, ...]) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.finite_values import listed
+from robopolicy.core.finite_values import join_names
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE
 from robopolicy.core.world import World
 from robopolicy.doctor.findings import Finding, Health
@@ -80,7 +80,7 @@ def check_images(episodes: Episodes, world: World) -> list[Finding]:
 
 def standing_still(camera: str, episodes: list[str]) -> list[Finding]:
     """Return the finding that a camera was frozen in `episodes`; none if the list is empty."""
-    text = f"{STANDS_STILL} (episodes {listed(episodes)})"
+    text = f"{STANDS_STILL} (episodes {join_names(episodes)})"
     remedy = "The camera stream froze, or one image was written repeatedly: record these episodes again."
     return [Finding(f"camera '{camera}'", Health.BAD, text, remedy)] if episodes else []
 
@@ -137,7 +137,7 @@ def _check_camera(episodes: Episodes, camera: str) -> list[Finding]:
     findings = []
     for mask, description in ((black, "black"), (white, "white"), (flat, "of one colour")):
         if mask.any():
-            episodes_text = listed([str(index) for index in owner[mask].unique().tolist()])
+            episodes_text = join_names([str(index) for index in owner[mask].unique().tolist()])
             text = f"{int(mask.sum())} of {int(final.sum())} images are {description} (episodes {episodes_text})"
             remedy = (
                 "The camera was covered, unplugged or not exposed (or images were written as 0 to 1): exclude "

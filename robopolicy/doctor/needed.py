@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from robopolicy.core.finite_values import listed
+from robopolicy.core.finite_values import join_names
 from robopolicy.doctor.findings import Finding, Health
 from robopolicy.doctor.motion import Motion
 
@@ -133,7 +133,7 @@ def explain_needed(
         if each is None:
             return []
         findings.setdefault((each[0], each[2]), []).append(f"'{names[i]}' {each[1]}")
-    return [Finding(check, Health.BAD, listed(texts, 6), remedy) for (check, remedy), texts in findings.items()]
+    return [Finding(check, Health.BAD, join_names(texts, 6), remedy) for (check, remedy), texts in findings.items()]
 
 
 def single_actions(needed: Needed, names: tuple[str, ...], episodes: np.ndarray) -> list[Finding]:
@@ -145,7 +145,7 @@ def single_actions(needed: Needed, names: tuple[str, ...], episodes: np.ndarray)
         for row, step, i in zip(*differs.nonzero(), strict=True)
     ]
     remedy = "The robot did not execute these actions: exclude the episodes, or repair them."
-    return [Finding("action spikes", Health.BAD, listed(texts), remedy)] if texts else []
+    return [Finding("action spikes", Health.BAD, join_names(texts), remedy)] if texts else []
 
 
 def only_some(needed: Needed, names: tuple[str, ...]) -> list[Finding]:
@@ -158,7 +158,7 @@ def only_some(needed: Needed, names: tuple[str, ...]) -> list[Finding]:
     for i in np.flatnonzero(differing):
         size = float(np.abs(needed.executed - needed.actions)[..., i][differs[..., i]].mean())
         texts.append(f"'{names[i]}' by {size:.2g} on average")
-    text = f"only these action elements differ from what the motion needs: {listed(texts)}"
+    text = f"only these action elements differ from what the motion needs: {join_names(texts)}"
     return [
         Finding(
             "inconsistent action", Health.BAD, text, "Check the recorder of these elements; the others are correct."

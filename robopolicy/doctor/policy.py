@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.delayed import recorded_for
+from robopolicy.core.delayed import episodes_for_policy
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.finite_values import element_names, listed
+from robopolicy.core.finite_values import element_names, join_names
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.doctor.findings import Finding, Health, name_factor
@@ -151,13 +151,13 @@ def _check_normalizer(key: str, normalizer: Normalizer, values: Tensor, names: t
     if not off:
         return []
     labels = [f"'{name}'" for name in names] or [f"'{key}[{index}]'" for index in range(len(offset))]
-    details = listed([_misfit(labels[i], refit, offset, scale, i) for i in off], 3)
+    details = join_names([_misfit(labels[i], refit, offset, scale, i) for i in off], 3)
     exchanges = _swapped(offset, scale, refit, off, labels)
     cause = "fitted on other data"
     if bool((offset == 0).all() and (scale == 1).all()):
         cause = "fitted on values from -1 to 1, or never fitted (offset 0, scale 1)"
     elif exchanges:
-        cause = f"fits if {listed(exchanges, 2)} are exchanged"
+        cause = f"fits if {join_names(exchanges, 2)} are exchanged"
     remedy = (
         "Train on this data (which fits them again), or convert the data to the units that the policy was trained with."
     )
@@ -216,7 +216,7 @@ def _compare_actions(decided: Tensor, wanted: Tensor, names: tuple[str, ...], fi
     findings = []
     if undertrained.any():
         elements_text = (
-            "" if undertrained.all() else f"{listed([f"'{names[i]}'" for i in np.flatnonzero(undertrained)])} "
+            "" if undertrained.all() else f"{join_names([f"'{names[i]}'" for i in np.flatnonzero(undertrained)])} "
         )
         times = f"{ratio[undertrained].min():.3g} times"
         text = f"not trained enough for this check: the policy moves {elements_text}at least {times} less than the data"
@@ -228,19 +228,19 @@ def _compare_actions(decided: Tensor, wanted: Tensor, names: tuple[str, ...], fi
             for i in permuted.nonzero()[0]
         ]
         remedy = "Reorder the columns of the actions as in the data that the policy was trained on."
-        findings.append(Finding("action order", Health.BAD, listed(texts), remedy))
+        findings.append(Finding("action order", Health.BAD, join_names(texts), remedy))
     opposite = np.flatnonzero((correlations < -FOLLOWS) & ~undertrained)
     if len(opposite):
         texts = [
             f"'{names[match[i]]}' has the opposite sign of the policy's ({correlations[i]:+.2f})" for i in opposite
         ]
         remedy = "Flip it in the data, or in the driver that records it."
-        findings.append(Finding("action sign", Health.BAD, listed(texts), remedy))
+        findings.append(Finding("action sign", Health.BAD, join_names(texts), remedy))
     scaled = (np.abs(correlations) > 1.5 * FOLLOWS) & ((ratio > WIDER) | (ratio < 1 / WIDER)) & ~undertrained
     if scaled.any():
         texts = [f"'{names[match[i]]}' is about {name_factor(float(ratio[i]))}" for i in scaled.nonzero()[0]]
         remedy = "Convert the actions to the scale that the policy was trained on."
-        findings.append(Finding("action scale", Health.BAD, f"for the policy, {listed(texts)}", remedy))
+        findings.append(Finding("action scale", Health.BAD, f"for the policy, {join_names(texts)}", remedy))
     return findings
 
 
@@ -287,7 +287,7 @@ def check_plan(folder: Path, policy: Policy, episodes: Episodes) -> list[Finding
     advice = f"Create it again with robopolicy optimize {folder}; without inference.json the policy acts as trained."
     if plan.refusal(folder):
         return [Finding(ENGINE_CHECK, Health.WARNING, "inference.json was created for other weights", advice)]
-    episodes = recorded_for(policy, episodes)
+    episodes = episodes_for_policy(policy, episodes)
     frames = torch.linspace(0, episodes.step_count - 1, min(ENGINE_FRAMES, episodes.step_count)).long()
     frames = frames + episodes.episode_of_step.cpu()[frames]
     observation = observed_at(episodes, frames.to(episodes.device), policy.spec.history, list(policy.spec.observation))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.finite_values import element_names, listed
+from robopolicy.core.finite_values import element_names, join_names
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
 from robopolicy.core.world import World
 from robopolicy.doctor.findings import Finding, Health
@@ -32,7 +32,7 @@ def check_duplicates(episodes: Episodes) -> list[Finding]:
     if not groups:
         return [Finding("duplicate episodes", Health.GOOD, "no episode is duplicated")]
     surplus = len(episodes) - len(episodes_of_content)
-    text = f"{surplus} of {len(episodes)} episodes repeat another one exactly (episodes {listed(groups)})"
+    text = f"{surplus} of {len(episodes)} episodes repeat another one exactly (episodes {join_names(groups)})"
     remedy = "Exclude the duplicates: they count double in training, and held-out episodes are not held out."
     return [Finding("duplicate episodes", _health(surplus, len(episodes)), text, remedy)]
 
@@ -50,7 +50,7 @@ def check_constant_elements(episodes: Episodes) -> list[Finding]:
         )
         if span == 0
     ]
-    text = f"constant in the data: {listed(constant_names, 8)}"
+    text = f"constant in the data: {join_names(constant_names, 8)}"
     return [Finding("constant observations", Health.UNKNOWN, text)] if constant_names else []
 
 
@@ -72,8 +72,8 @@ def spikes(episodes: Episodes) -> dict[str, list[int]]:
 def check_spikes(episodes: Episodes) -> list[Finding]:
     """Check for single-frame values far from all others, when no replay is possible."""
     spike_episodes = spikes(episodes)
-    texts = [f"'{name}' (episodes {listed(list(map(str, indices)))})" for name, indices in spike_episodes.items()]
-    text = f"single frames are outliers: {listed(texts)}"
+    texts = [f"'{name}' (episodes {join_names(list(map(str, indices)))})" for name, indices in spike_episodes.items()]
+    text = f"single frames are outliers: {join_names(texts)}"
     remedy = "A sensor or driver wrote invalid numbers there: exclude or repair these episodes."
     return [Finding("spikes", Health.WARNING, text, remedy)] if spike_episodes else []
 
@@ -99,7 +99,7 @@ def truncated(which: np.ndarray, lengths: np.ndarray, count: int, horizon: int) 
     stops = sorted({int(length) for length in lengths[which]})
     steps_text = f"step {stops[0]}" if len(stops) == 1 else f"steps {stops[0]} to {stops[-1]}"
     text = (
-        f"{len(which)} of {count} episodes are truncated (episodes {listed(list(map(str, which)))}): they stop at "
+        f"{len(which)} of {count} episodes are truncated (episodes {join_names(list(map(str, which)))}): they stop at "
         f"{steps_text} without success, but the world's time limit is {horizon}"
     )
     remedy = "Record complete episodes, or exclude these; if the recorder has another time limit, set it in the world."
@@ -124,7 +124,9 @@ def check_instructions(episodes: Episodes, world: World, reads_text: bool | None
             data_text, its = example if single else "others", f"'{world.spec.goals[0]}'"
             text = f"{data_text} in the data, {its} in the world: no effect on a policy that reads no instructions"
             return [Finding("instructions", Health.UNKNOWN, text)]
-        text = f"{len(indices)} of {len(episodes)} episodes (episodes {listed(indices)}) have an instruction that the "
+        text = (
+            f"{len(indices)} of {len(episodes)} episodes (episodes {join_names(indices)}) have an instruction that the "
+        )
         return [Finding("instructions", Health.BAD, f"{text}world does not know: {example}", remedy)]
     if episodes.seeds is None:
         return [Finding("instructions", Health.UNKNOWN, "known to the world; without seeds they cannot be compared")]
@@ -138,7 +140,7 @@ def check_instructions(episodes: Episodes, world: World, reads_text: bool | None
         return [Finding("instructions", Health.GOOD, "as in the world at the same seeds")]
     text = (
         f"{len(differing)} of {len(episodes)} episodes have another instruction than the world at their seeds "
-        f"(episodes {listed(list(map(str, differing)))}; episode {differing[0]}: '{episodes.tasks[differing[0]]}', "
+        f"(episodes {join_names(list(map(str, differing)))}; episode {differing[0]}: '{episodes.tasks[differing[0]]}', "
         f"not '{world_texts[differing[0]]}')"
     )
     return [Finding("instructions", _health(len(differing), len(episodes)), text, remedy)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import NonFiniteError
-from robopolicy.core.finite_values import element_names, listed
+from robopolicy.core.finite_values import element_names, join_names
 from robopolicy.core.progress import progress
 from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import World
@@ -134,7 +134,7 @@ def _check_success(episodes: Episodes, chosen: np.ndarray, ends: Ends, follows: 
 
 
 def _numbers(values: Sequence[int] | np.ndarray) -> str:
-    return listed([str(value) for value in values])
+    return join_names([str(value) for value in values])
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ def _check_few(
         requirement = needed_actions(motion, replayer.frames, replayer.scale, bounds, rounds=4)
         single_findings = single_actions(requirement, element_names(replayer.spec.action, "action"), chosen)
     if is_early.any():
-        numbers = listed([str(i) for i in chosen[is_early]])
+        numbers = join_names([str(i) for i in chosen[is_early]])
         text = f"{is_early.sum()} of {is_early.size} episodes diverge early: {numbers}"
         remedy = "Most of the data is correct: check only these episodes, or exclude them."
         health = Health.WARNING if is_early.mean() < 1 - FOLLOWING else Health.BAD

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from robopolicy.core.finite_values import listed
+from robopolicy.core.finite_values import join_names
 from robopolicy.doctor.findings import Finding, Health, name_factor
 
 SPIKE, BRIEF = 0.2, 3
@@ -66,7 +66,7 @@ def mend_spikes(recorded: Recorded) -> tuple[list[Finding], np.ndarray]:
         frames[..., column] = np.where(brief, recorded.shown[..., column], frames[..., column])
     if not texts:
         return [], recorded.frames
-    text = f"jumps away for single frames and returns: {listed(texts)} standard deviations"
+    text = f"jumps away for single frames and returns: {join_names(texts)} standard deviations"
     remedy = "A sensor or driver wrote invalid numbers there: exclude or repair these episodes."
     return [Finding("spikes", Health.BAD, text, remedy)], frames
 
@@ -103,7 +103,7 @@ def faulty_sensors(recorded: Recorded) -> tuple[list[Finding], list[int]]:
         "stuck": ("stuck sensor", "repeats its last value while the world's value changes: "),
     }
     findings = [
-        Finding(texts[kind][0], Health.BAD, texts[kind][1] + listed(items), REMEDY)
+        Finding(texts[kind][0], Health.BAD, texts[kind][1] + join_names(items), REMEDY)
         for kind, items in faults.items()
         if items
     ]
@@ -120,7 +120,7 @@ def unlike_the_rest(recorded: Recorded) -> tuple[list[Finding], list[int]]:
     for column in differing:
         error = recorded.error[..., column][recorded.known]
         texts.append(f"'{recorded.names[column]}' by {np.median(error):.2g} standard deviations")
-    text = f"differs from the world in no known way, while all other elements agree: {listed(texts)}"
+    text = f"differs from the world in no known way, while all other elements agree: {join_names(texts)}"
     remedy = "Noise, another zero point in each episode, or another quantity: compare it with the world visually."
     return [Finding("inconsistent sensor", Health.BAD, text, remedy)], differing.tolist()
 
@@ -224,7 +224,7 @@ def explain_columns(
         source[column], factor[column], offset[column], other_sources = explanation
         if other_sources:
             notes.append(
-                f"'{names[column]}' may also contain {listed([repr(names[other]) for other in other_sources])}"
+                f"'{names[column]}' may also contain {join_names([repr(names[other]) for other in other_sources])}"
             )
     target = np.empty_like(source)  # where the recorded element belongs in the world's order
     if len(set(source.tolist())) != len(source):
@@ -296,16 +296,16 @@ def _findings(
             if column < source[column]
         ]
         text += [f"'{names[column]}' contains '{names[source[column]]}'" for column in reordered if column not in pairs]
-        description = "; ".join([listed(text), *notes[:2]])
+        description = "; ".join([join_names(text), *notes[:2]])
         remedy = "Reorder these elements in the data, or in the robot's driver."
         findings.append(Finding("observation order", Health.BAD, description, remedy))
     if flipped:
-        text = f"opposite sign: {listed(flipped)}"
+        text = f"opposite sign: {join_names(flipped)}"
         findings.append(Finding("observation sign", Health.BAD, text, "Flip these elements in the data."))
     if rescaled:
         text = [_linear(names[column], float(factor[column]), float(offset[column])) for column in rescaled]
         remedy = "Convert units and zero points before writing the dataset."
-        findings.append(Finding("observation scale", Health.BAD, listed(text), remedy))
+        findings.append(Finding("observation scale", Health.BAD, join_names(text), remedy))
     return findings
 
 

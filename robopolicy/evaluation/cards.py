@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from robopolicy.core.errors import CheckpointError, DataError
 from robopolicy.core.hub import HubName, repository_of
-from robopolicy.core.storage import read_object, read_text, reading
+from robopolicy.core.storage import read_errors, read_object, read_text
 from robopolicy.data.lerobot_format import recorded_origin
 from robopolicy.evaluation.report import JUDGED
 from robopolicy.evaluation.tables import difference_text, evaluation_text
@@ -78,7 +78,7 @@ def dataset_card(folder: Path, repository: str, run: Path | None = None) -> str:
     from huggingface_hub import DatasetCard, DatasetCardData
 
     files = _Run(run)
-    with reading(folder / "meta" / "info.json"):
+    with read_errors(folder / "meta" / "info.json"):
         info = read_object(folder / "meta" / "info.json", DataError)
         size = f"{int(info['total_episodes']):,} episodes", f"{int(info['total_frames']):,} steps at {info['fps']} Hz"
         rows = [
@@ -147,7 +147,7 @@ class _Run:
         if not evaluations:
             return ""
         lines = ["| policy | world | without exploration noise | with noise | episodes |", "|---|---|---|---|---|"]
-        with reading(self.path or Path(), "Its result.json is damaged"):
+        with read_errors(self.path or Path(), "Its result.json is damaged"):
             for name, each in evaluations.items():
                 plain = each["deterministic"]
                 rates = " | ".join(evaluation_text(each[mode]) for mode in MODES)

@@ -20,7 +20,7 @@ from torch import Tensor
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, SpecError
-from robopolicy.core.policy import MatchesNoise, Policy, ScoredPolicy
+from robopolicy.core.policy import MatchingLikelihood, Policy, ScoredPolicy
 from robopolicy.core.steps import ACTIONS_COMPARED, require_own_actions
 from robopolicy.data.chains import Chains
 from robopolicy.nn.schedules import Normal
@@ -75,7 +75,7 @@ def log_densities(policy: Policy, episodes: Episodes, chains: Chains) -> Tensor:
     a fine-tuned policy are not scored: they must equal those of the logged policy. Raises ConfigError for a policy
     whose steps are not Gaussian, DataError when its chains have another length.
     """
-    if not isinstance(policy, ScoredPolicy) or (isinstance(policy, MatchesNoise) and policy.scored_by_matching):
+    if not isinstance(policy, ScoredPolicy) or (isinstance(policy, MatchingLikelihood) and policy.scored_by_matching):
         raise ConfigError(
             f"{type(policy).__name__} has no log-probabilities of denoising steps: importance sampling cannot "
             "evaluate it."

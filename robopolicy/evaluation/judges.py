@@ -19,7 +19,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import EpisodeGenerator, derive
+from robopolicy.core.randomness import EpisodeGenerator, derive_seed
 from robopolicy.core.returns import returns_to_go
 from robopolicy.core.segments import quantile
 from robopolicy.core.world import World
@@ -162,7 +162,7 @@ class FittedJudge:
         """Return the policy's value from each initial state [S], in units of discounted reward."""
         data, config = self.data, self.config
         device = data.episodes.device
-        generator = torch.Generator(device).manual_seed(derive(self.seed, "fqe"))
+        generator = torch.Generator(device).manual_seed(derive_seed(self.seed, "fqe"))
         frames, index = torch.cat([data.decisions.next_frame, data.starts]).unique(return_inverse=True)
         chunks = actions_at(
             policy, data.episodes, frames, generator, samples=config.samples, deterministic=self.deterministic
@@ -232,7 +232,7 @@ class CriticJudge:
         if self.world is not None and self.seeds is not None:
             return self._along(policy, self.world, np.asarray(self.seeds))
         data = self.data
-        generator = torch.Generator(data.episodes.device).manual_seed(derive(self.seed, "am-q"))
+        generator = torch.Generator(data.episodes.device).manual_seed(derive_seed(self.seed, "am-q"))
         chunks = actions_at(
             policy, data.episodes, data.starts, generator, samples=self.samples, deterministic=self.deterministic
         )
@@ -246,9 +246,9 @@ class CriticJudge:
         device, values = self.data.episodes.device, np.zeros(len(seeds))
         for first in range(0, len(seeds), world.batch_size):
             part = seeds[first : first + world.batch_size]
-            noise = EpisodeGenerator(derive(self.seed, "am-q"), device)
+            noise = EpisodeGenerator(derive_seed(self.seed, "am-q"), device)
             player = Player(world, PolicyActor(policy, noise, deterministic=self.deterministic))
-            player.start_wave(part)
+            player.start_batch(part)
             total, count = np.zeros(world.batch_size), np.zeros(world.batch_size)
             for place, step in enumerate(player):
                 state = self.data.interface.state(step.info.seen)

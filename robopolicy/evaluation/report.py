@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from robopolicy.core.errors import DataError
 from robopolicy.core.machine import in_bytes
 from robopolicy.core.run import RunFolder
-from robopolicy.core.storage import read_object, read_text, reading, write_atomic, write_json
+from robopolicy.core.storage import read_errors, read_object, read_text, write_atomic, write_json
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.intervals import shown
 from robopolicy.evaluation.plots import Rate
@@ -78,7 +78,7 @@ def report_for_run(path: Path) -> Path:
             "runs/finetune/push_cube/0."
         )
     report, result = report_of(path)
-    with reading(path, DAMAGED):
+    with read_errors(path, DAMAGED):
         page = render(report)
         write_json(path / "report.json", {"title": report.title, "figures": result})
     write_atomic(path / "report.html", page)  # last: where it is, a report is complete
@@ -92,7 +92,7 @@ def report_of(path: Path, address: Callable[[Path], str] | None = None) -> tuple
     """
     folder = RunFolder(path)
     result = read_object(folder.path / "result.json", DataError) if (folder.path / "result.json").exists() else {}
-    with reading(folder.path, DAMAGED):
+    with read_errors(folder.path, DAMAGED):
         report = Report(title=_title(folder.path), subtitle=_subtitle(folder.path))
         if "seconds_by_stage" in result:
             _add_demo(report, folder, result, address or embedded)

@@ -14,7 +14,7 @@ import numpy as np
 from robopolicy.core.arrays import Array
 from robopolicy.core.player import PlayedStep
 from robopolicy.core.spec import Field
-from robopolicy.core.turns import turns_of
+from robopolicy.core.turns import periodicity_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SmoothnessMeter:
 
     def __init__(self, seams: tuple[int, ...] = (0,), start: int = 0, action: Field | None = None):
         self.seams, self.start = seams, start
-        self._turns = None if action is None else turns_of(action)
+        self._turns = None if action is None else periodicity_of(action)
         self._parts: list[tuple[Array, Array, Array]] = []
         self._sums = {name: [0.0, 0] for name in ("second_difference", "jerk", "border_jump", "inner_jump")}
 

@@ -22,7 +22,7 @@ from robopolicy.core.player import PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import NOISE_VERSION, EpisodeGenerator
 from robopolicy.core.spec import TASK
-from robopolicy.core.storage import read_json_lines, reading, storage_errors, write_atomic
+from robopolicy.core.storage import read_errors, read_json_lines, storage_errors, write_atomic
 from robopolicy.core.world import Controller, Step, World
 
 
@@ -76,7 +76,7 @@ def play_wave(
     horizon = world.spec.horizon
     actor = actor_of(policy, EpisodeGenerator(noise_seed, device), deterministic=deterministic)
     player = Player(world, actor, stepwise=after_step is not None)
-    player.start_wave(seeds)
+    player.start_batch(seeds)
     instructions = tuple(str(text) for text in player.observation[TASK][:count])
     if after_step is not None:
         after_step(None)

@@ -18,15 +18,15 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from robopolicy.core.candidates import repeated
+from robopolicy.core.candidates import repeat_observation
 from robopolicy.core.delayed import steps_ahead
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.holding import keeps_value
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Decision, Policy, TensorObservation
-from robopolicy.core.registry import fixed_arguments
+from robopolicy.core.registry import named_arguments
 from robopolicy.core.spec import LATENCY, QUEUE, Field, PolicySpec
-from robopolicy.core.turns import turns_of
+from robopolicy.core.turns import periodicity_of
 from robopolicy.core.world import Rows
 from robopolicy.inference.configuration import CHUNKINGS, SYNCHRONOUS
 
@@ -110,7 +110,7 @@ def with_chunking(policy: Policy, kind: str, delay: Delay, options: Mapping[str,
         return policy
     _refuse_lookahead(policy, kind, delay.steps)
     make: Chunking = CHUNKINGS.load(kind)
-    names = [name for name in fixed_arguments(make) if name not in ("policy", "delay")]
+    names = [name for name in named_arguments(make) if name not in ("policy", "delay")]
     for name, value in (options or {}).items():
         if name not in names and not _takes_anything(make):
             raise ConfigError(f"The chunking '{kind}' has no option '{name}'.{did_you_mean(name, names)}")
@@ -389,7 +389,7 @@ class Averaged:
         share = (1 / sums[count])[..., None]
         # Angles that go round are averaged the short way round, near what the newest plan says; of what switches the
         # newest plan is taken: halfway between an open and a closed gripper lies neither.
-        turns, newest = turns_of(policy.spec.action).like(plan), plan[:, :overlap]
+        turns, newest = periodicity_of(policy.spec.action).like(plan), plan[:, :overlap]
         before = torch.where(turns.period > 0, newest - turns.shortest(newest - underway.rest), underway.rest)
         averaged = torch.where(turns.at_once > 0, newest, turns.within(share * newest + (1 - share) * before))
         return torch.cat([averaged, plan[:, overlap:]], 1)
@@ -414,11 +414,13 @@ class Coherent:
         """Return each row's most coherent plan [B, P, A], the first sample if there is no previous plan; see
         `Plans`.
         """
-        many = repeated(observation, self.samples)
+        many = repeat_observation(observation, self.samples)
         candidates = policy.predict(many, generator, deterministic=deterministic).unflatten(0, (-1, self.samples))
         overlap = underway.rest.shape[1]
         differences = (
-            turns_of(policy.spec.action).like(candidates).shortest(candidates[:, :, :overlap] - underway.rest[:, None])
+            periodicity_of(policy.spec.action)
+            .like(candidates)
+            .shortest(candidates[:, :, :overlap] - underway.rest[:, None])
         )
         distance = differences.norm(dim=-1)
         weights = self.decay ** torch.arange(overlap, device=distance.device)

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, TensorObservation
-from robopolicy.core.turns import Turns, turns_of
+from robopolicy.core.turns import Periodicity, periodicity_of
 from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhead, Underway
 from robopolicy.nn.denoisers import given_steps
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
@@ -179,7 +179,7 @@ class Inpainted:
         # Of a chunk that begins in the past nothing is asked there, nor behind the end of the last one.
         target = pad(latents, (0, 0, policy.part.first, steps - overlap))
         weights = pad(weights, (policy.part.first, 0))
-        turns = turns_of(policy.spec.action).like(target)
+        turns = periodicity_of(policy.spec.action).like(target)
         if (
             latent_network
         ):  # whose latents are normalised actions, padded at most: what a turn adds to an action adds to them
@@ -222,7 +222,7 @@ class Guidance:
     weights: Tensor
     strongest: float
     jacobian: bool = True
-    turns: Turns | None = None
+    turns: Periodicity | None = None
 
 
 class GuidedSteps:

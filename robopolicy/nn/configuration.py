@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count, Natural, NonNegative, Positive, Share
+from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class EdmConfig:
     """Order of the sampler: 2 for Heun's method, 1 for Euler's."""
     churn: NonNegative = 0.0
     """Amount of noise added and removed again during sampling (churn); 0 for none, i.e. an ODE."""
-    offset_noise: Share = 0.0
+    offset_noise: Fraction = 0.0
     """Fraction of the training noise that is drawn once per channel, which prevents brightness drift between frames."""
 
     def __post_init__(self):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, require_extra
-from robopolicy.core.finite_values import listed
+from robopolicy.core.finite_values import join_names
 from robopolicy.nn.precision import lowering
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class WordTokenizer:
         return [word for word in words if word in self._index or _bare(word)]
 
     def _known(self, word: str) -> str:
-        return f"{did_you_mean(word, self.words)} Known words: {listed(list(self.words), _NAMED) or 'no words'}."
+        return f"{did_you_mean(word, self.words)} Known words: {join_names(list(self.words), _NAMED) or 'no words'}."
 
 
 def _bare(word: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from lerobot.configs import FeatureType, PolicyFeature
 
-from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, Field, require_alike
+from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, Field, require_consistent_fields
 
 ACTION = "action"
 
@@ -35,4 +35,4 @@ def require_names(fields: Mapping[str, Field], features: Mapping[str, PolicyFeat
         for key, field in fields.items()
         if key in declared and declared[key].shape == field.shape
     }
-    require_alike(pairs, ("for the policy", "in the environment"))
+    require_consistent_fields(pairs, ("for the policy", "in the environment"))

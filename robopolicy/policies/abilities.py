@@ -8,14 +8,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from robopolicy.core.policy import BecomesTrainable, Policy, Trainable
+from robopolicy.core.policy import ConvertibleToTrainable, Policy, Trainable
 from robopolicy.core.spec import WorldSpec
 from robopolicy.nn.schedules import Schedule
 from robopolicy.policies.lerobot.configuration import LeRobotTuning
 
 
 @runtime_checkable
-class Tunable(BecomesTrainable, Protocol):
+class Tunable(ConvertibleToTrainable, Protocol):
     """A policy whose exploration and training settings are not fixed by its checkpoint but by the configuration section
     `lerobot`.
     """

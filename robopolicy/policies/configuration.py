@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count, Natural, NonNegative, Positive, Share
+from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Positive
 from robopolicy.nn.configuration import (
     AGGREGATES,
     DenoiserKind,
@@ -107,7 +107,7 @@ class DenoisingPolicyConfig:
     """
     text_features: Count = 64
     """Number of features of an instruction."""
-    word_dropout: Share = 0.0
+    word_dropout: Fraction = 0.0
     """Word dropout probability in training."""
     prediction: Prediction = Prediction.SAMPLE
     """Prediction target of a diffusion policy (a flow predicts the velocity). With ten steps, sample imitates two to
@@ -222,11 +222,11 @@ class JointConfig:
     """Number of attention heads of the transformer."""
     batch_size: Count = 256
     """Number of action chunks per training step."""
-    policy_fraction: Share = 0.5
+    policy_fraction: Fraction = 0.5
     """Fraction of a batch drawn from successful episodes to train the policy; the rest is from all episodes and trains
     world and value.
     """
-    discount: Share = 0.99
+    discount: Fraction = 0.99
     """Discount factor per control step of the returns that values predict."""
     candidates: Count = 8
     """Number of action candidates for planning, 1 for none."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from robopolicy.core.checkpoints import read_weights, require_format, restoring
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, SpecError
 from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
-from robopolicy.core.policy import Decision, Policy, Scores, TakesAdapters, TensorObservation, is_condition
+from robopolicy.core.policy import Decision, Policy, Scores, SupportsLora, TensorObservation, is_condition
 from robopolicy.core.spec import Field, PolicySpec, WorldSpec, validate_observation
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
@@ -433,7 +433,7 @@ class DenoisingPolicy(nn.Module):
     def add_lora(self, rank: int) -> None:
         """Freeze the weights and train LoRA adapters of this rank; ConfigError when this is not supported."""
         network = self.network
-        if not isinstance(network, TakesAdapters):
+        if not isinstance(network, SupportsLora):
             raise ConfigError(
                 f"lora_rank={rank}: {type(network).__name__} does not support LoRA adapters. Set lora_rank=0."
             )

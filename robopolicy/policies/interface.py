@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
-from robopolicy.core.finite_values import listed
+from robopolicy.core.finite_values import join_names
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import TASK, Field, check_finite
 
@@ -43,7 +43,7 @@ def given_instructions(observation: TensorObservation, rows: int, known: Sequenc
     if all(texts):
         return texts
     if len(known) != 1 and "" not in known:
-        names = listed([f"'{text}'" for text in known], _NAMED)
+        names = join_names([f"'{text}'" for text in known], _NAMED)
         state = f"has no '{TASK}'" if instructions is None else f"has an empty '{TASK}' in row {texts.index('')}"
         raise SpecError(
             f"The observation {state}, but the policy was trained on {len(known)} instructions: {names}. Pass "

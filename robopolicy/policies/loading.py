@@ -17,7 +17,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
 from robopolicy.core.origin import WORLD, WorldOrigin, remember_described
 from robopolicy.core.policy import Policy, Trainable
-from robopolicy.core.registry import asked_for, is_dotted
+from robopolicy.core.registry import is_dotted, is_trusted
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import read_object
 from robopolicy.core.structured import from_plain
@@ -122,7 +122,7 @@ def untrusted_kind(folder: Path) -> str:
     if not (checkpoint.folder / "config.json").is_file():
         return ""
     kind = str(checkpoint.description.get("kind")).rpartition("/")[2]
-    return kind if is_dotted(kind) and not asked_for(kind) else ""
+    return kind if is_dotted(kind) and not is_trusted(kind) else ""
 
 
 def build_policy(

@@ -13,8 +13,8 @@ from torch import Tensor
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError
 from robopolicy.core.images import FrameStore, Images, Keeping, cameras_in, store_for
-from robopolicy.core.origin import about
-from robopolicy.core.player import Decided, PlayedStep, Player, PolicyActor
+from robopolicy.core.origin import prefix_errors
+from robopolicy.core.player import PlayedStep, Player, PolicyActor, PolicyOutput
 from robopolicy.core.policy import Policy, TensorObservation, to_tensors
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.rollouts import Rollouts
@@ -45,7 +45,7 @@ def start_streams(world: World, policy: Policy, seed: int, name: str = "collect"
     """Reset every row with new seeds that depend only on (seed, name). Raises SpecError if policy and world do not
     match.
     """
-    with about(policy):
+    with prefix_errors(policy):
         require_fit(policy.spec, world.spec)
     rows = world.batch_size
     policy.reset()
@@ -95,7 +95,7 @@ def play(
     )
 
 
-def _restart(player: Player[Decided], streams: Streams, rows: Array) -> None:
+def _restart(player: Player[PolicyOutput], streams: Streams, rows: Array) -> None:
     """Start new episodes in `rows`."""
     if not len(rows):
         return
@@ -107,7 +107,7 @@ def _restart(player: Player[Decided], streams: Streams, rows: Array) -> None:
 
 
 def column(
-    played: PlayedStep[Decided], instructions: tuple[str, ...], device: torch.device, version: int
+    played: PlayedStep[PolicyOutput], instructions: tuple[str, ...], device: torch.device, version: int
 ) -> dict[str, Any]:
     """Convert a policy call to one column of `Rollouts`: its fields by name, each [B, ...], without those of rows.
 

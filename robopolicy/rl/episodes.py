@@ -24,9 +24,9 @@ from torch import Tensor
 from robopolicy.core.arrays import Array, is_mapping
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.images import FrameStore, Keeping, store_for
-from robopolicy.core.origin import about
+from robopolicy.core.origin import prefix_errors
 from robopolicy.core.player import Player, PolicyActor
-from robopolicy.core.policy import Policy, Resumes
+from robopolicy.core.policy import Policy, ResumesDecision
 from robopolicy.core.progress import progress
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import require_fit
@@ -217,7 +217,7 @@ class EpisodePlayer:
         max_idle_chunks: int = 0,
         images: Keeping = "plain",
     ):
-        with about(policy):
+        with prefix_errors(policy):
             require_fit(policy.spec, world.spec)
         if branching is not None and branching.at and not isinstance(world, Snapshots):
             raise ConfigError(
@@ -227,7 +227,7 @@ class EpisodePlayer:
         self.branching, self.max_idle_chunks = branching or Branching(), max_idle_chunks
         self.images: Keeping = images
         step, steps = self.branching.step, self.branching.steps
-        if step is not None and not isinstance(policy, Resumes):
+        if step is not None and not isinstance(policy, ResumesDecision):
             raise ConfigError(
                 f"{type(policy).__name__} cannot resume a denoising chain at an intermediate step: set "
                 "branch_sampling_step=null."

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from robopolicy.core.modules import Weights
 from robopolicy.core.policy import ScoredPolicy, Trainable
-from robopolicy.core.rollouts import Rollouts, visible
+from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.segments import Segments
 from robopolicy.nn.optimisers import optimiser_tree, restore_optimiser
 from robopolicy.nn.sharing import copied
@@ -64,7 +64,7 @@ class StatePerceptron(nn.Module):
     def fit(self, rollouts: Rollouts) -> None:
         """Fit the standardisation of the state, on the first call only."""
         if not self.fitted:
-            self.features.fit(visible(rollouts, rollouts.alive))
+            self.features.fit(critic_observation(rollouts, rollouts.alive))
             self.fitted = True
 
     def forward(self, observation: Mapping[str, Any], *extra: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError, SpecError, did_you_mean
 from robopolicy.core.holding import Kind, kind_of, kinds_of
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, Field
-from robopolicy.core.turns import Turns, turns_of
+from robopolicy.core.turns import Periodicity, periodicity_of
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.inputs import accepted_names
 
@@ -30,7 +30,7 @@ MOST = 2**28
 Range = tuple[np.ndarray, np.ndarray]
 """Lowest and highest values of a vector's elements, [N]."""
 
-NO_TURNS = Turns(np.zeros(()), np.zeros(()), np.zeros(()), np.zeros((), dtype=bool))
+NO_TURNS = Periodicity(np.zeros(()), np.zeros(()), np.zeros(()), np.zeros((), dtype=bool))
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class DescribedPolicy:
     unit: str = ""
     elements: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
-    turns: Turns = NO_TURNS
+    turns: Periodicity = NO_TURNS
     known: Mapping[str, Range] = field(default_factory=dict[str, Range])
 
     def with_turns(self, turns: Mapping[str, float], switches: Sequence[str]) -> "DescribedPolicy":
-        """Return a copy with the periodic and switching elements from the settings; see `turns_of`."""
+        """Return a copy with the periodic and switching elements from the settings; see `periodicity_of`."""
         low, high = (tuple(map(float, bound.ravel())) for bound in (self.low, self.high))
         action = Field(self.shape, low=low, high=high, unit=self.unit, names=self.names)
-        return replace(self, turns=turns_of(action, turns, switches))
+        return replace(self, turns=periodicity_of(action, turns, switches))
 
     @property
     def kinds(self) -> list[Kind]:

@@ -120,7 +120,7 @@ class _Robots:
         count = len(seeds)
         successes = 0
         steps = 0
-        self.player.start_wave(seeds)
+        self.player.start_batch(seeds)
         self.clock.start()
         for part in self.player:
             successes += int(part.step.success[part.ended].sum())

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError, SpecError
-from robopolicy.core.history import begin, move
+from robopolicy.core.history import initial_window, shift_window
 from robopolicy.core.spec import QUEUE, TASK
 from robopolicy.serving.client import RefusedError
 from robopolicy.serving.described import ActionLimits, described_policy
@@ -109,13 +109,13 @@ class Driver:
     steps by which answers are delayed after their observation, to simulate a slow server; an episode's first answer is
     not delayed. blend: number of steps over which a new chunk is blended with the old one: periodic angles along the
     shorter way, grippers and toggles without blending, according to their names and units, or to turns and switches
-    (see `turns_of`). max_age: seconds after which an observation is too old to act on (None: duration of two chunks).
-    patience: seconds to wait for an episode's first chunk, and after which an unresponsive server counts as away
-    (`require_server`). wait: wait for every chunk, for a simulator that pauses meanwhile. requests: shared with other
-    drivers of the same connection; each then needs its own `session` so that the server can distinguish them. counts:
-    numbers of steps ("steps"), held steps ("held"), clipped actions ("clipped"), observations far outside of the
-    training data ("outside"), late answers that were discarded ("stale"), and failures ("failures"). late: number of
-    steps by which the present chunk is executed late because the robot held still unexpectedly. error: the server's
+    (see `periodicity_of`). max_age: seconds after which an observation is too old to act on (None: duration of two
+    chunks). patience: seconds to wait for an episode's first chunk, and after which an unresponsive server counts as
+    away (`require_server`). wait: wait for every chunk, for a simulator that pauses meanwhile. requests: shared with
+    other drivers of the same connection; each then needs its own `session` so that the server can distinguish them.
+    counts: numbers of steps ("steps"), held steps ("held"), clipped actions ("clipped"), observations far outside of
+    the training data ("outside"), late answers that were discarded ("stale"), and failures ("failures"). late: number
+    of steps by which the present chunk is executed late because the robot held still unexpectedly. error: the server's
     last error, including timeouts, None once it answers again. Raises ServingError when the server does not describe
     its policy. Raises ConfigError on a prefetch beyond the chunk, for a policy whose latency exceeds its chunk, on a
     latency that makes every answer useless, and when hold or limits do not fit its actions. `act` raises NonFiniteError
@@ -263,7 +263,9 @@ class Driver:
             observation[QUEUE] = self._queue()
         for key, frame in observation.items():
             newest, history = frame[None, None], self._frames.get(key)
-            self._frames[key] = begin(newest, self.policy.history) if history is None else move(history, newest)
+            self._frames[key] = (
+                initial_window(newest, self.policy.history) if history is None else shift_window(history, newest)
+            )
         self._task = None if frames.get(TASK) is None else _instruction(frames[TASK])
         if far := far_from_known(self.policy, observation):
             self.counts["outside"] += 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
-from robopolicy.core.holding import Kind, is_gripper, kind_of, kinds_of, standstill
+from robopolicy.core.holding import Kind, hold_behaviour, is_gripper, kind_of, kinds_of
 from robopolicy.core.spec import HOLD
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.described import DescribedPolicy
@@ -53,12 +53,14 @@ def holding(
     """Return the hold function of a robot whose actions have `size` elements with these names, () if they have none.
 
     Velocities, forces and toggles go to zero, or to their neutral value; positions keep their last value (see
-    `standstill`). Before the first action, positions are read from the robot's element of the same name, and are zero
-    without one. unit: of the action; shown: field -> names of the elements in the robot's observation. Raises
+    `hold_behaviour`). Before the first action, positions are read from the robot's element of the same name, and are
+    zero without one. unit: of the action; shown: field -> names of the elements in the robot's observation. Raises
     ConfigError when settings name elements that the actions do not have.
     """
     kinds = kinds_of(names, unit) if names else [kind_of("", unit)] * size
-    standing = standstill(kinds, names, hold=settings.hold, positions=settings.positions, neutral=settings.hold_values)
+    standing = hold_behaviour(
+        kinds, names, hold=settings.hold, positions=settings.positions, neutral=settings.hold_values
+    )
     keeps_mask, neutral = np.array(standing.keeps, dtype=bool), np.array(standing.neutral)
     source_of_name = {name: (field, place) for field, each in (shown or {}).items() for place, name in enumerate(each)}
     places = [

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import SpecError, did_you_mean
-from robopolicy.core.history import begin, move
+from robopolicy.core.history import initial_window, shift_window
 from robopolicy.core.spec import (
     ENVIRONMENT_STATE,
     IMAGE_PREFIX,
@@ -77,7 +77,9 @@ class Session:
         for key, frames in arrays.items():
             history = self._frames.get(key) if len(frames) == 1 else None
             observation[key] = (
-                begin(frames[None], self.spec.history) if history is None else move(history, frames[None])
+                initial_window(frames[None], self.spec.history)
+                if history is None
+                else shift_window(history, frames[None])
             )
         validate_observation(observation, self.spec.observation, 1, self.spec.history)
         task = _task(names, self.spec)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_you_mean, in_one_line
-from robopolicy.core.holding import POSITIONS, Standstill, kind_of, standstill, unit_of
+from robopolicy.core.holding import POSITIONS, HoldBehaviour, hold_behaviour, kind_of, unit_of
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.holding import unsaid
@@ -42,7 +42,7 @@ class Wiring:
     settings: RobotSettings = STANDARD
 
     @cached_property
-    def standing(self) -> Standstill:
+    def standing(self) -> HoldBehaviour:
         """Behaviour of the action elements while the robot holds still.
 
         Raises ConfigError when names, units and settings leave an element undefined, and on settings that name an
@@ -61,7 +61,7 @@ class Wiring:
         if positions != POSITIONS:
             positions = tuple(back.get(name, name) for name in positions)
         neutral = {back.get(name, name): value for name, value in settings.hold_values.items()}
-        standing = standstill(kinds, self.action, hold=settings.hold, positions=positions, neutral=neutral)
+        standing = hold_behaviour(kinds, self.action, hold=settings.hold, positions=positions, neutral=neutral)
         if settings.hold == "auto" and standing.unknown:
             raise ConfigError(unsaid(standing.unknown))
         return standing

@@ -17,7 +17,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, did_you_mean
 from robopolicy.core.finite_values import require_finite_columns
 from robopolicy.core.policy import Trainable
-from robopolicy.core.randomness import derive
+from robopolicy.core.randomness import derive_seed
 from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.nn.encoders import ObservationEncoder, module_name
 from robopolicy.nn.normalizer import Normalizer, fit_normalizers
@@ -126,7 +126,7 @@ def new_head(policy: Trainable, episodes: Episodes, config: PretrainConfig, seed
             )
         fields[key] = episodes.observation_fields[key]
     require_finite_columns(episodes, config.auxiliary_keys)
-    head = FieldHead(encoder.dimension, fields, config.auxiliary_weight, derive(seed, "auxiliary head"))
+    head = FieldHead(encoder.dimension, fields, config.auxiliary_weight, derive_seed(seed, "auxiliary head"))
     return head.to(next(policy.parameters()).device)
 
 

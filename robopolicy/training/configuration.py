@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count, Natural, NonNegative, Positive, Share
+from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Positive
 from robopolicy.nn.configuration import LearningPrecision, Optimiser
 from robopolicy.rl.configuration import AlgorithmConfig
 
@@ -19,7 +19,7 @@ class FitConfig:
     """Number of training steps."""
     learning_rate: Positive = 1e-3
     """Peak learning rate, after the warm-up."""
-    final_rate: Share = 0.01
+    final_rate: Fraction = 0.01
     """Final learning rate as a fraction of the peak."""
     warmup: Natural = 100
     """Number of warm-up steps of the learning rate."""
@@ -29,7 +29,7 @@ class FitConfig:
     """Weight decay of AdamW."""
     gradient_clip: Positive = 1.0
     """Maximum global gradient norm."""
-    ema_decay: Share = 0.995
+    ema_decay: Fraction = 0.995
     """Decay of the exponential moving average of the weights, which is saved instead of them; 0 disables it."""
     ema_power: Positive = 0.75
     """EMA warm-up: after step s the decay is at most 1 - (1 + s)^-power."""
@@ -95,7 +95,7 @@ class DistillConfig(RegressionConfig):
 
     steps: Count = 1
     """Number of denoising steps of the student."""
-    teacher_chain_fraction: Share = 0.25
+    teacher_chain_fraction: Fraction = 0.25
     """Fraction of training samples from the teacher's denoising chain; the others are from the student's own."""
     batch_size: Count = 512
     """Number of observations per update."""
@@ -117,7 +117,7 @@ class TeachConfig(PretrainConfig):
     """Number of rounds of playing and training; in the first the teacher plays."""
     episodes: Count = 100
     """Number of episodes per round."""
-    teacher_fraction: Share = 0.3
+    teacher_fraction: Fraction = 0.3
     """Fraction beta of episodes that the teacher plays in the second round; later rounds use its powers beta^2, beta^3
     and so on.
     """
@@ -224,11 +224,11 @@ class FinetuneConfig(AlgorithmConfig):
     """
     props_past_iterations: Natural = 0
     """PROPS: number of earlier iterations whose rollouts are kept, steered away from and learned from again."""
-    teacher_fraction: Share = 0.0
+    teacher_fraction: Fraction = 0.0
     """Initial fraction of policy calls taken by the teacher (DAgger's mixture), 0 for none. They are chosen at random
     and used only by auxiliary losses such as dagger.
     """
-    teacher_decay_fraction: Share = 0.5
+    teacher_decay_fraction: Fraction = 0.5
     """Fraction of the run at which teacher_fraction has decayed linearly to 0."""
     expert_episode_fraction: NonNegative = 0.0
     """Number of expert episodes added to an iteration, as a fraction of its own episodes (DynaWeb); 0 for none. Their
@@ -239,7 +239,7 @@ class FinetuneConfig(AlgorithmConfig):
     (the policy that acted, whose log-probabilities are recorded), or average (an exponential moving average of past
     policies, PPO-EWMA, for all chunks). coefficient=decoupled_ppo also weights by it.
     """
-    proximal_decay: Share = 0.889
+    proximal_decay: Fraction = 0.889
     """EMA decay of the proximal policy per update; its centre of mass lies decay / (1 - decay) updates back."""
     epochs: Count = 5
     """Number of passes over the collected data."""
@@ -273,9 +273,9 @@ class FinetuneConfig(AlgorithmConfig):
     """Weight decay of policy and critic (AdamW)."""
     gradient_clip: Positive = 1.0
     """Maximum global gradient norm."""
-    discount: Share = 0.99
+    discount: Fraction = 0.99
     """Discount factor per control step; the effective horizon 1 / (1 - discount) should fit within an episode."""
-    gae_lambda: Share = 0.95
+    gae_lambda: Fraction = 0.95
     """Lambda of generalised advantage estimation, per action chunk."""
     time_limit: Literal["truncate", "terminate"] = "truncate"
     """Meaning of a time limit: truncate (the value beyond it is bootstrapped) or terminate (the episode ends). Use
@@ -301,7 +301,7 @@ class FinetuneConfig(AlgorithmConfig):
     """Number of iterations between checkpoints from which an interrupted run resumes."""
     evaluate_every: Natural = 10
     """Number of iterations between evaluations (one precedes the first iteration), 0 for none."""
-    target_success: Share | None = None
+    target_success: Fraction | None = None
     """Success rate without exploration noise that ends the run, once the same number of new episodes confirms it; null
     for none.
     """
@@ -408,9 +408,9 @@ class OnlineConfig:
     """Number of updates per action chunk collected since the warm-up, each on one batch."""
     batch_size: Count = 256
     """Number of action chunks per batch."""
-    offline_ratio: Share = 0.0
+    offline_ratio: Fraction = 0.0
     """Fraction of every batch drawn from recorded data: 0 discards it (WSRL), 0.5 keeps half (RLPD)."""
-    base_policy_fraction: Share = 0.0
+    base_policy_fraction: Fraction = 0.0
     """Fraction of policy calls that the frozen policy still takes after the warm-up."""
     moments: Literal["reset", "keep"] = "reset"
     """Optimiser moments at the start of online learning: reset, or kept from training on the recorded data."""

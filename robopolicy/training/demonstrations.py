@@ -46,7 +46,7 @@ def demonstrate(
             wave = np.asarray(seeds[first : first + world.batch_size], dtype=np.int64)
             # A last wave is shorter than the world's rows; what the surplus rows are told does not matter.
             wave_tasks = np.resize(tasks[first : first + len(wave)], world.batch_size) if len(tasks) else None
-            player.start_wave(wave, options=None if wave_tasks is None else {"task": wave_tasks})
+            player.start_batch(wave, options=None if wave_tasks is None else {"task": wave_tasks})
             paths: list[list[Snapshot]] = [[] for _ in wave]
             _keep(world, player.running, paths)
             for count, step in enumerate(player, start=1):

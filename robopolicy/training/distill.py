@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import BecomesTrainable, Policy, PolicyWrapper, TensorObservation
+from robopolicy.core.policy import ConvertibleToTrainable, Policy, PolicyWrapper, TensorObservation
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import TASK
@@ -130,7 +130,7 @@ def distillable(teacher: Policy, steps: int) -> DenoisingPolicy:
 
     Raises ConfigError when it takes no denoising steps, takes no more than `steps`, or cannot take so few.
     """
-    if isinstance(teacher, BecomesTrainable):
+    if isinstance(teacher, ConvertibleToTrainable):
         teacher = teacher.to_trainable()
     if isinstance(teacher, PolicyWrapper):
         raise ConfigError(

@@ -15,13 +15,13 @@ from robopolicy.core.errors import ConfigError, ScoreError
 from robopolicy.core.policy import (
     CachesCondition,
     EncodesObservation,
-    LowersPrecision,
     ScoredPolicy,
+    SupportsMixedPrecision,
     TensorObservation,
     Trainable,
     is_condition,
 )
-from robopolicy.core.rollouts import Rollouts, picker, visible
+from robopolicy.core.rollouts import Rollouts, critic_observation, row_selector
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
 from robopolicy.core.steps import ACTIONS_COMPARED, require_own_actions
 from robopolicy.nn.configuration import LearningPrecision
@@ -225,7 +225,7 @@ def decisions_at(
 
     images: whether to include camera images; copying them takes longer than everything else together.
     """
-    pick = picker(where)
+    pick = row_selector(where)
     observation: TensorObservation = {}
     for key, value in rollouts.observation.items():
         assert isinstance(value, Tensor)
@@ -241,7 +241,7 @@ def critic_values(critic: Critic, rollouts: Rollouts, where: Tensor, *, followin
     """Return the critic's values [n] at (or after) the n chunks `where` [B, T] bool, computed in slices."""
     options = {"following": following, "images": critic.reads_images}
     parts = parts_of(where, rows_at_once(VALUED_AT_ONCE))
-    return torch.cat([critic(visible(rollouts, part, **options)) for part in parts])
+    return torch.cat([critic(critic_observation(rollouts, part, **options)) for part in parts])
 
 
 def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
@@ -322,7 +322,7 @@ def require_same_scores(
 def require_lowering(policy: Trainable, precision: LearningPrecision) -> None:
     """Raise ConfigError unless `policy` can train in this precision on its device; see `require_precision`."""
     require_precision(precision, next(policy.parameters()).device)
-    if precision == "bf16" and not isinstance(policy, LowersPrecision):
+    if precision == "bf16" and not isinstance(policy, SupportsMixedPrecision):
         raise ConfigError(
             f"{type(policy).__name__} computes actions and log-probabilities in fp32 only, and ratios must start at "
             "1: set precision=bf16_backward, or fp32."

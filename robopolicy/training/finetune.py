@@ -22,7 +22,7 @@ from torch import Tensor
 from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, RecordsMeans, ScoredPolicy, Scores, Trainable
 from robopolicy.core.progress import progress
-from robopolicy.core.randomness import Generators, derive
+from robopolicy.core.randomness import Generators, derive_seed
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
 from robopolicy.core.segments import Segments
@@ -368,7 +368,7 @@ class _Finetuning:
         )
         # A mechanism added or left out must not change the draws of everything else.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive(self.seed, "models"))
+            torch.manual_seed(derive_seed(self.seed, "models"))
             return {name: build(tools) for name, build in self.algorithm.models.items()}
 
     def _score(self, policy: ScoredPolicy, rollouts: Rollouts, where: Tensor) -> Scores:

@@ -17,7 +17,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.extras import Extras
 from robopolicy.core.images import Images, cameras_in
-from robopolicy.core.policy import BecomesTrainable, Policy, ScoredPolicy, Trainable, is_condition
+from robopolicy.core.policy import ConvertibleToTrainable, Policy, ScoredPolicy, Trainable, is_condition
 from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.spec import TASK
@@ -281,7 +281,7 @@ class Guidance:
         if not isinstance(teacher, ScoredPolicy) or not teacher.spec.scored_steps:
             hint = (
                 (" in this form; the policy returned by its to_trainable() has them")
-                if isinstance(teacher, BecomesTrainable)
+                if isinstance(teacher, ConvertibleToTrainable)
                 else ""
             )
             return f"{type(teacher).__name__} has no log-probabilities{hint}"

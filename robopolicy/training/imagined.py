@@ -15,10 +15,17 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
 from robopolicy.core.policy import Policy, Trainable
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import cameras_of
-from robopolicy.core.storage import read_object, reading, recover_folder, replace_folder, sweep, write_json
+from robopolicy.core.storage import (
+    read_errors,
+    read_object,
+    recover_folder,
+    remove_leftovers,
+    replace_folder,
+    write_json,
+)
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
@@ -70,7 +77,7 @@ class ModelRefresh:
         self.in_reality = in_reality
         self.record_path = run.path / "refreshes.json"
         done = read_object(self.record_path) if self.record_path.exists() else {"iterations": [], "env_steps": 0}
-        with reading(self.record_path):
+        with read_errors(self.record_path):
             self.iterations, self.env_steps = [int(each) for each in done["iterations"]], int(done["env_steps"])
         self._tidy()
         if self.iterations:
@@ -81,7 +88,7 @@ class ModelRefresh:
         if iteration % self.every or iteration in self.iterations:
             return iteration in self.iterations
         model = self.models[0]
-        generators = Generators(derive(self.seed, f"refresh/{iteration}"), next(model.parameters()).device)
+        generators = Generators(derive_seed(self.seed, f"refresh/{iteration}"), next(model.parameters()).device)
         seeds = episode_seeds(self.seed, f"refresh/{iteration}", self.episodes)
         new_episodes = record(self.real, self.in_reality(policy), seeds, generator=generators["act"])
         folder = self.run.path / "recorded"
@@ -90,7 +97,7 @@ class ModelRefresh:
         cameras = cameras_of(fields_read(model))
         all_episodes = Episodes.concatenate([read_dataset(self.data, cameras=cameras), *earlier, new_episodes])
         # The same seed at every refresh: the split does not depend on how often the model was refreshed.
-        training, held_out = all_episodes.split(0.1, torch.Generator().manual_seed(derive(self.seed, "split")))
+        training, held_out = all_episodes.split(0.1, torch.Generator().manual_seed(derive_seed(self.seed, "split")))
         fit_stages(model, training, FitConfig(steps=self.steps, learning_rate=1e-3, warmup=20), generators)
         model.calibrate(held_out)
         # Evaluation and training imagine in copies of the model; figures would not compare if one stayed behind.
@@ -107,7 +114,7 @@ class ModelRefresh:
     def _tidy(self) -> None:
         """Complete or undo an interrupted refresh; a refreshed model is valid once the list names its iteration."""
         if (folder := self.run.path / "recorded").is_dir():
-            sweep(folder)
+            remove_leftovers(folder)
         for waiting in self.run.path.glob(f"{WAITING}*"):
             if waiting.name.removeprefix(WAITING) in map(str, self.iterations):
                 replace_folder(waiting, recover_folder(self.run.path / "model"))
@@ -166,7 +173,7 @@ def synthesise_and_imitate(
                 successes.append(episodes.select(episodes.success))
             if successes:
                 config = PretrainConfig(batch_size, FitConfig(steps=steps, learning_rate=learning_rate, warmup=20))
-                pretrain(policy, Episodes.concatenate(successes), config, seed=derive(seed, f"imitate/{turn}"))
+                pretrain(policy, Episodes.concatenate(successes), config, seed=derive_seed(seed, f"imitate/{turn}"))
         for mode, deterministic in (("deterministic", True), ("stochastic", False)):
             figures |= {f"{mode}_{name}": value for name, value in evaluate(policy, deterministic).items()}
         if confirm is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from robopolicy.core.policy import (
     CachesCondition,
     FinishesChain,
-    MatchesNoise,
+    MatchingLikelihood,
     Policy,
     RecordsMeans,
     ScoredPolicy,
@@ -140,7 +140,7 @@ def counted_on(
     have = {*ALWAYS, Need.CATEGORICAL if policy.spec.categorical else Need.GAUSSIAN}
     if critic is not None:
         have |= {Need.CRITIC, Need.FINISHED}
-    if isinstance(policy, MatchesNoise) and policy.scored_by_matching:
+    if isinstance(policy, MatchingLikelihood) and policy.scored_by_matching:
         have.add(Need.MATCHING)  # such decisions hold no chain
     else:
         have |= {Need.MEANS} if isinstance(policy, RecordsMeans) else set()

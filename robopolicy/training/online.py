@@ -23,7 +23,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.player import PlayedStep, Player
 from robopolicy.core.policy import Policy, TensorObservation, to_tensors
 from robopolicy.core.progress import Advance, progress
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import Observation, require_fit
 from robopolicy.core.transitions import Transitions
@@ -235,7 +235,7 @@ class Online:
         # As many episodes as can each take one more decision within the budget.
         count = min(rows, (self.config.steps - self.env_steps) // chunk)
         self.wave += 1
-        player.start_wave(episode_seeds(seed, f"online/{self.wave}", count))
+        player.start_batch(episode_seeds(seed, f"online/{self.wave}", count))
         first, successes = self.episodes, np.zeros(rows, dtype=bool)
         self.episodes += count
         turns: list[tuple[Tensor, Tensor]] = []
@@ -413,7 +413,7 @@ def learn_online(
             f"offline_ratio={config.offline_ratio:g} samples from recorded action chunks, and there are none."
         )
     require_fit(policy.spec, world.spec)
-    generators = Generators(derive(seed, "online"), next(policy.agent.parameters()).device)
+    generators = Generators(derive_seed(seed, "online"), next(policy.agent.parameters()).device)
     into_the_world(policy.agent, config)
     online = Online(policy, frozen, config, generators, recorded=recorded, begins=begins, evaluate=evaluate, run=run)
     state = None if run is None else load_trainer(run.path / "resume" / "online")

@@ -15,7 +15,7 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.finite_values import require_finite_columns
-from robopolicy.core.interventions import worth_imitating
+from robopolicy.core.interventions import imitation_mask
 from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.policy import LearnsFromCondition, Trainable
 from robopolicy.core.progress import progress
@@ -102,7 +102,7 @@ def regression_batches(
     labels = episodes.labels if episodes.labels is not None and episodes.labels.shape[1] > 1 else None
     # A teacher's labels are right wherever the student went, so no step is left out.
     data = (episodes if labels is not None else episodes.to_imitate()).to(device)
-    worth = worth_imitating(data) if labels is None else None
+    worth = imitation_mask(data) if labels is None else None
     columns = () if read else spec.columns
     if labels is not None:
         batches = _labelled_batches(data, labels.to(device), spec, batch_size, generator, columns)

@@ -8,7 +8,7 @@ from typing import Any
 
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import DataError
-from robopolicy.core.finite_values import listed
+from robopolicy.core.finite_values import join_names
 from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.data.lerobot_checks import camera_columns, is_depth, kind_in_words
 from robopolicy.data.lerobot_reading import LABEL_STEPS, LABELS, WHO_ACTED
@@ -61,7 +61,7 @@ class DataRead:
         ]
         lines += [f"Skipped: {name} ({reason})" for name, reason in self.skipped.items()]
         if len(self.instructions) > 1:
-            texts = listed([f"'{textwrap.shorten(text, 60)}'" for text in self.instructions])
+            texts = join_names([f"'{textwrap.shorten(text, 60)}'" for text in self.instructions])
             lines.append(f"Instructions: {len(self.instructions)}, {texts}{_READING[self.reads_text]}")
         return lines
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import CheckpointError, ConfigError
-from robopolicy.core.storage import recover_folder, sweep, write_folder_atomic
+from robopolicy.core.storage import recover_folder, remove_leftovers, write_folder_atomic
 from robopolicy.core.tensors import Tree, load_tree, save_tree
 
 _NAME = "trainer"
@@ -23,7 +23,7 @@ def save_trainer(folder: Path, tree: Tree) -> None:
 def load_trainer(folder: Path) -> dict[str, Any] | None:
     """Load the trainer's state, or return None when there is none; removes the remains of an interrupted save."""
     if folder.parent.is_dir():
-        sweep(folder.parent, folder.name)
+        remove_leftovers(folder.parent, folder.name)
     folder = recover_folder(folder)
     return load_tree(folder, _NAME) if folder.exists() else None
 

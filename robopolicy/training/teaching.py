@@ -18,10 +18,10 @@ from torch import Tensor
 from robopolicy.core.checkpoints import read_weights, write_checkpoint
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.policy import Policy, Trainable
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import require_fit
-from robopolicy.core.storage import sweep
+from robopolicy.core.storage import remove_leftovers
 from robopolicy.core.world import Controller, World
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
@@ -79,7 +79,7 @@ def teach(
     head: FieldHead | None = None
     for number in range(config.rounds):
         place = RunFolder(folder.path / "rounds" / str(number))
-        sweep(place.path)
+        remove_leftovers(place.path)
         dataset_path = place.path / "dataset"
         if dataset_path.exists():
             datasets.append(read_dataset(dataset_path))
@@ -122,7 +122,7 @@ def _play(
     """Return the labelled episodes of a round: first the teacher's, then the student's."""
     seeds = episode_seeds(seed, f"teach/{number}", config.episodes)
     # Seeds and draws of a round depend on its number alone: one that is played again is the same.
-    draws = Generators(derive(seed, f"teach/play/{number}"), torch.device(device))["act"]
+    draws = Generators(derive_seed(seed, f"teach/play/{number}"), torch.device(device))["act"]
     share = config.played_by_teacher(number)
     parts: list[Episodes] = []
     for player, part_seeds in ((teacher.plays(number), seeds[:share]), (student, seeds[share:])):
@@ -142,7 +142,7 @@ def _learn(
     head: FieldHead | None,
 ) -> dict[str, float]:
     """Fit the student to all episodes so far; return the last losses. read, head: see `imitate`."""
-    generators = Generators(derive(seed, f"teach/fit/{number}"), next(student.parameters()).device)
+    generators = Generators(derive_seed(seed, f"teach/fit/{number}"), next(student.parameters()).device)
     # Earlier students only have to play the next round; the last one is what is kept, and learns longer.
     round_config = replace(config, fit=config.last_fit) if number + 1 == config.rounds else config
     fit_result = imitate(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservation, Trainable
-from robopolicy.core.rollouts import Rollouts, visible
+from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.segments import Segments
 from robopolicy.nn.optimisers import (
     Kept,
@@ -216,7 +216,7 @@ class Learner:
         alive = batch.alive
         target_mask = batch.extras["target_known"][alive] if "target_known" in batch.extras else None
         loss = value_loss(
-            values_of(self.critic, visible(batch, alive, images=self.critic.reads_images)),
+            values_of(self.critic, critic_observation(batch, alive, images=self.critic.reads_images)),
             batch.extras["value_target"][alive],
             target_mask,
         )

@@ -58,7 +58,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.registry import Registry
 from robopolicy.core.run import versions
-from robopolicy.core.storage import sweep, write_atomic, write_json
+from robopolicy.core.storage import remove_leftovers, write_atomic, write_json
 from robopolicy.evaluation.report import Report, Section, render
 from robopolicy.runs import alone_in, open_folder, output, print_table, publish
 from robopolicy.verbs.verb import Verb
@@ -170,7 +170,7 @@ def run(config: Config) -> int:
     figures = benchmark.measure(config, root)
     with alone_in(root):
         for summary in ("benchmark.json", "report.html"):
-            sweep(root, summary)
+            remove_leftovers(root, summary)
         write_json(root / "benchmark.json", figures)
         setup = {"command": command_of(config), "versions": versions(), "threads": torch.get_num_threads()}
         publish(config, setup | without(figures, benchmark.bulky))

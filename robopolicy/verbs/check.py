@@ -28,8 +28,8 @@ from robopolicy.configuration import Config
 from robopolicy.configuration.sections.tools import BenchSection
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, RobopolicyError, RobopolicyWarning, did_you_mean
-from robopolicy.core.file_types import described_path
-from robopolicy.core.policy import BecomesTrainable, Policy
+from robopolicy.core.file_types import describe_path
+from robopolicy.core.policy import ConvertibleToTrainable, Policy
 from robopolicy.core.registry import Kinds, is_dotted, load_dotted
 from robopolicy.core.spec import Field, Observation, WorldSpec
 from robopolicy.core.world import Controller, Renders, Rows, Snapshots, World
@@ -223,7 +223,7 @@ def fitting_lines(config: Config, folder: Path, policy: Policy, device: torch.de
 def load_at_best(folder: Path, device: torch.device) -> Policy:
     """Load a policy, in its trainable form if it has one."""
     policy = load_policy(folder, device)
-    if isinstance(policy, BecomesTrainable):
+    if isinstance(policy, ConvertibleToTrainable):
         with suppress(ConfigError):
             return policy.to_trainable()
     return policy

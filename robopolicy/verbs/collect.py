@@ -30,9 +30,9 @@ from robopolicy.configuration.sections.act import AUTO
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.interventions import interventions_in_words
-from robopolicy.core.origin import about
+from robopolicy.core.origin import prefix_errors
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.spec import require_fit
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import write_dataset
@@ -103,7 +103,7 @@ def collect(config: Config, unfinished: Unfinished) -> Episodes:
     ]
     world = build_world(config.world, policy, episodes=max(shares), seed=config.run.seed, filmed=True)
     if teacher is not None:
-        with about(teacher):
+        with prefix_errors(teacher):
             require_fit(teacher.spec, world.spec)
     elif section.label_policy == EXPERT:
         teacher = build_foresight(config.world, world, section.label_steps, section.controller)
@@ -113,7 +113,7 @@ def collect(config: Config, unfinished: Unfinished) -> Episodes:
         if not share:
             continue
         actor = policy or build_noisy_expert(
-            config.world, world, level, derive(config.run.seed, f"collect/noise/{index}"), section.controller
+            config.world, world, level, derive_seed(config.run.seed, f"collect/noise/{index}"), section.controller
         )
         episodes = record(
             world,

@@ -13,11 +13,11 @@ import torch
 from robopolicy.building.policies import load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
-from robopolicy.core.delayed import recorded_for
+from robopolicy.core.delayed import episodes_for_policy
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.spec import cameras_of
 from robopolicy.core.structured import narrowed
 from robopolicy.data.lerobot_reading import read_dataset
@@ -63,7 +63,7 @@ def run(config: Config) -> int:
         teacher = distillable(teacher, section.steps)
         plan(teacher, settings)
     episodes = asked_at(config, teacher, device)
-    seed = derive(config.run.seed, "distill")
+    seed = derive_seed(config.run.seed, "distill")
     clock = folder.clock()
     if isinstance(teacher, BehindEncoder):  # the encoder stays as it is
         few, fit_result = distill(teacher.inner, encoded(teacher.encoder, episodes), settings, folder, seed=seed)
@@ -110,7 +110,7 @@ def asked_at(config: Config, teacher: Policy, device: torch.device) -> Episodes:
     if section.data:
         cameras = cameras_of(teacher.spec.observation)
         parts = [
-            recorded_for(teacher, read_dataset(path, cameras=cameras, rename=renaming_of(teacher)))
+            episodes_for_policy(teacher, read_dataset(path, cameras=cameras, rename=renaming_of(teacher)))
             for path in section.data
         ]
         episodes = Episodes.concatenate(parts)

@@ -15,12 +15,12 @@ from robopolicy.building.policies import choose_device, load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import DEMONSTRATIONS
-from robopolicy.core.episodes import Episodes, chosen_episodes
+from robopolicy.core.episodes import Episodes, select_episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
-from robopolicy.core.storage import read_object, reading
+from robopolicy.core.storage import read_errors, read_object
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.data.lerobot_reading import is_dataset, require_known
@@ -55,7 +55,7 @@ def run(config: Config) -> int:
     all_episodes = read_dataset(data, rename=config.doctor.rename or renaming_of(policy))
     numbers = config.doctor.episodes
     numbers = 0 if isinstance(numbers, int) else numbers
-    episodes = chosen_episodes(all_episodes, data, "doctor", numbers, config.doctor.exclude_episodes)
+    episodes = select_episodes(all_episodes, data, "doctor", numbers, config.doctor.exclude_episodes)
     world = replayed_in(config, episodes, policy)
     success = judged_success(Path(trained), data) if policy is not None else None
     findings = examine(episodes, world, policy, Generators(config.run.seed, device)["doctor"], success=success)
@@ -85,7 +85,7 @@ def judged_success(checkpoint: Path, data: Path) -> float | None:
     if not os.path.lexists(path):
         return None
     result = read_object(path)
-    with reading(path):
+    with read_errors(path):
         metrics = result.get("policy", {}).get("deterministic", {})
         same_data = "data" in result and Path(result["data"]).resolve() == data.resolve()
         return float(metrics["success_rate"]) if same_data and metrics.get("reports_success") else None

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.recorded import OfflineSection
-from robopolicy.core.delayed import delayed, steps_ahead
-from robopolicy.core.episodes import Episodes, chosen_episodes
+from robopolicy.core.delayed import delay_episodes, steps_ahead
+from robopolicy.core.episodes import Episodes, select_episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.finite_values import nonfinite_columns, require_finite_columns
 from robopolicy.core.interventions import interventions_in_words
 from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import derive
+from robopolicy.core.randomness import derive_seed
 from robopolicy.core.registry import load_dotted
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.data.lerobot_reading import read_dataset, read_information, require_known
@@ -47,7 +47,7 @@ def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Ep
     parts = [read_log(first, policy, section, section.exclude_episodes)]
     parts += [read_log(path, policy, section) for path in section.extra_datasets]
     episodes = Episodes.concatenate(parts)
-    draws = torch.Generator().manual_seed(derive(config.run.seed, "offline/holdout"))
+    draws = torch.Generator().manual_seed(derive_seed(config.run.seed, "offline/holdout"))
     training, held_out = episodes.split(config.gate.holdout, draws)
     output.print(f"{len(held_out)} of {len(episodes)} episodes are held out for the evaluators.")
     return training.to(device), held_out.to(device)
@@ -59,9 +59,9 @@ def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple
     """
     renaming = section.rename or renaming_of(policy)
     dataset = read_dataset(path, rename=renaming)
-    delayed_episodes = delayed(dataset, steps_ahead(policy.spec.observation, policy.spec.action))
+    delayed_episodes = delay_episodes(dataset, steps_ahead(policy.spec.observation, policy.spec.action))
     require_fit_of(path, delayed_episodes, policy.spec)
-    episodes = chosen_episodes(delayed_episodes, path, "offline", without=without)
+    episodes = select_episodes(delayed_episodes, path, "offline", without=without)
     vectors = [key for key in episodes.observation if not key.startswith(IMAGE_PREFIX)]
     columns = dict.fromkeys((*policy.spec.observation, *vectors))
     reading = describe_reading(path, read_information(path, renaming)["features"], episodes, tuple(columns))

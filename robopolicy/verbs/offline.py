@@ -30,7 +30,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import Policy, Trainable, require_trainable
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.data.record import record
@@ -89,10 +89,10 @@ def run(config: Config) -> int:
     clock = folder.clock()
     lesson = learn_critic(config, policy, training, folder, device)
     if isinstance(improver, Wraps):
-        policy = improver.wrap(policy, lesson, derive(config.run.seed, "wrapped")).to(device)
+        policy = improver.wrap(policy, lesson, derive_seed(config.run.seed, "wrapped")).to(device)
     remember_origin(policy, origin_of(base))
     remember_renaming(policy, section.rename or renaming_of(base))
-    seed = derive(config.run.seed, "offline")
+    seed = derive_seed(config.run.seed, "offline")
     rounds = improve_in_rounds(policy, lesson, improver, gate, section.rounds, seed=seed, run=folder)
     seconds = clock.seconds
     for each in judges:
@@ -151,10 +151,12 @@ def learn_critic(
     agent_config = section.agent.config
     data = recorded_decisions(episodes, interface, agent_config.discount)
     say_decisions(data)
-    agent = AGENTS.builds(section.agent.kind)(agent_config, interface.size, interface.actions, derive(seed, "agent"))
+    agent = AGENTS.builds(section.agent.kind)(
+        agent_config, interface.size, interface.actions, derive_seed(seed, "agent")
+    )
     if getattr(section.improve.config, "imagines", False):
         return Lesson(agent.to(device), data, interface, imagination(config, policy, device))
-    generators = Generators(derive(seed, "critic"), device)
+    generators = Generators(derive_seed(seed, "critic"), device)
     fitting = section.critic
     fit_agent(agent.to(device), data.transitions, fitting.steps, fitting.batch_size, generators, run=folder)
     return Lesson(agent, data, interface)
@@ -171,8 +173,8 @@ def episodes_for(config: Config, policy: Policy, recorded: Episodes, device: tor
     if "imagined" in section.data:
         parts["imagined"] = imagined_episodes(config, policy, device)
     if "guided" in section.data:
-        draws = Generators(derive(seed, "offline/guided"), device)
-        generated = guided_episodes(policy, recorded, section.guided, draws, derive(seed, "guided weights"))
+        draws = Generators(derive_seed(seed, "offline/guided"), device)
+        generated = guided_episodes(policy, recorded, section.guided, draws, derive_seed(seed, "guided weights"))
         parts["guided"] = generated.to(device)
     if set(parts) == {"recorded"}:
         return recorded

@@ -25,7 +25,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.finite_values import require_finite_columns
 from robopolicy.core.origin import origin_of, remember_origin, renaming_of
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import Generators, derive
+from robopolicy.core.randomness import Generators, derive_seed
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import require_fit
 from robopolicy.core.storage import recover_folder
@@ -138,7 +138,7 @@ def policy_path(config: Config) -> Path | None:
 
 def begin(config: Config, given: Policy | None, world: World, folder: RunFolder, device: torch.device) -> Beginning:
     """Build the learner, or resume an earlier one, and train it on recorded data."""
-    section, seed = config.online, derive(config.run.seed, "agent")
+    section, seed = config.online, derive_seed(config.run.seed, "agent")
     if isinstance(given, AgentPolicy | SteeredPolicy):
         return gone_on(config, given, device)
     kind, settings = section.agent.kind, section.agent.config
@@ -160,7 +160,7 @@ def begin(config: Config, given: Policy | None, world: World, folder: RunFolder,
     data = recorded_decisions(episodes, interface, agent.discount).transitions
     if not section.pretrain_steps:
         return Beginning(acting, other, "recorded", data)
-    generators = Generators(derive(config.run.seed, "online/pretrain"), device)
+    generators = Generators(derive_seed(config.run.seed, "online/pretrain"), device)
     fit_agent(agent, data, section.pretrain_steps, section.batch_size, generators, run=folder, label="agent")
     return Beginning(acting, plays_agent(copy.deepcopy(agent)), "recorded", data)
 

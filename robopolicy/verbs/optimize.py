@@ -20,13 +20,13 @@ from robopolicy.building.policies import choose_device, load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import OptimizeSection
-from robopolicy.core.delayed import recorded_for
+from robopolicy.core.delayed import episodes_for_policy
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy, TensorObservation, innermost
 from robopolicy.core.progress import progress
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.report import report_for_run
@@ -121,7 +121,7 @@ def observations(config: Config, policy: Policy, device: torch.device) -> Tensor
     section, spec = config.optimize, policy.spec
     if section.data:
         parts = [
-            recorded_for(policy, read_dataset(path, cameras=spec.cameras, rename=renaming_of(policy)))
+            episodes_for_policy(policy, read_dataset(path, cameras=spec.cameras, rename=renaming_of(policy)))
             for path in section.data
         ]
         episodes = Episodes.concatenate(parts)
@@ -131,7 +131,7 @@ def observations(config: Config, policy: Policy, device: torch.device) -> Tensor
         seeds = episode_seeds(config.run.seed, "optimize", section.episodes)
         episodes = record(world, policy, seeds, generator=Generators(config.run.seed, device)["optimize/play"])
         world.close()
-    draws = torch.Generator().manual_seed(derive(config.run.seed, "optimize"))
+    draws = torch.Generator().manual_seed(derive_seed(config.run.seed, "optimize"))
     steps = torch.randperm(episodes.step_count, generator=draws)[: section.observations]
     frames = (steps + episodes.episode_of_step[steps]).to(device)
     return observed_at(episodes.to(device), frames, spec.history, list(spec.observation))

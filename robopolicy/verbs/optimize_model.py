@@ -12,12 +12,12 @@ from torch import Tensor
 
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import OptimizeSection
-from robopolicy.core.delayed import seen_ahead
+from robopolicy.core.delayed import episodes_for_model
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, renaming_of
 from robopolicy.core.progress import progress
-from robopolicy.core.randomness import derive
+from robopolicy.core.randomness import derive_seed
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.report import report_for_run
@@ -132,7 +132,9 @@ def _recorded(section: OptimizeSection, path: Path, model: LearnedModel) -> Epis
             raise ConfigError(f"{folder} does not exist: set recorded episodes with optimize.data=[FOLDER].")
     cameras = [key.removeprefix(IMAGE_PREFIX) for key in fields_read(model) if key.startswith(IMAGE_PREFIX)]
     datasets = [read_dataset(folder, cameras=cameras, rename=renaming_of(model)) for folder in folders]
-    episodes = Episodes.concatenate([seen_ahead(fields_read(model), origin_of(model), part) for part in datasets])
+    episodes = Episodes.concatenate(
+        [episodes_for_model(fields_read(model), origin_of(model), part) for part in datasets]
+    )
     require_recorded("the recorded data", episodes, fields_read(model), model.spec.action, "world model")
     return episodes
 
@@ -144,7 +146,7 @@ def _starts(episodes: Episodes, count: int, steps: int, seed: int) -> Tensor:
     fitting = all_steps[remaining >= steps]
     if not len(fitting):
         raise ConfigError(f"No recorded episode is as long as an imagined chain, {steps} steps.")
-    draws = torch.Generator().manual_seed(derive(seed, "optimize"))
+    draws = torch.Generator().manual_seed(derive_seed(seed, "optimize"))
     return fitting[torch.randperm(len(fitting), generator=draws)[:count]]
 
 

@@ -20,7 +20,7 @@ from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import derive, numpy_generator
+from robopolicy.core.randomness import derive_seed, numpy_generator
 from robopolicy.core.world import Controller, World
 from robopolicy.evaluation.ranking import RankingResult, rank
 from robopolicy.evaluation.report import agreement, report_for_run
@@ -142,7 +142,7 @@ def acting_in(
     policy = None if isinstance(candidate, str) else candidate
     world = build_world(section, policy, episodes=config.rank.episodes, seed=config.run.seed, device=device)
     if policy is None:
-        seed = derive(config.run.seed, f"rank/{name}")
+        seed = derive_seed(config.run.seed, f"rank/{name}")
         return world, build_noisy_expert(section, world, str(candidate), seed, config.collect.controller)
     return world, as_seen_in(world, policy)
 

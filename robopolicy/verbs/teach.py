@@ -23,7 +23,7 @@ from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import remember_origin
 from robopolicy.core.policy import Policy, is_policy, require_trainable
-from robopolicy.core.randomness import derive, episode_seeds
+from robopolicy.core.randomness import derive_seed, episode_seeds
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.foresight import Foresight
@@ -140,7 +140,7 @@ def the_expert(config: Config, world: World, student: Reach | None) -> Teacher:
     controller = config.collect.controller
 
     def plays(number: int) -> Controller:
-        seed = derive(config.run.seed, f"teach/noise/{number}")
+        seed = derive_seed(config.run.seed, f"teach/noise/{number}")
         return build_noisy_expert(config.world, world, config.teach.noise, seed, controller)
 
     return Teacher(build_foresight(config.world, world, student.prediction if student else 1, controller), plays)

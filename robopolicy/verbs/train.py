@@ -22,8 +22,8 @@ from robopolicy.building.origins import origin_of_section
 from robopolicy.building.policies import behind, load_policy, new_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
-from robopolicy.core.delayed import recorded_in, with_latency_options
-from robopolicy.core.episodes import Episodes, chosen_episodes
+from robopolicy.core.delayed import episodes_for_world, with_latency_options
+from robopolicy.core.episodes import Episodes, select_episodes
 from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning
 from robopolicy.core.finite_values import nonfinite_columns, require_finite_columns
 from robopolicy.core.interventions import imitated_in_words, interventions_in_words
@@ -219,15 +219,15 @@ def demonstrations(config: Config, data: Path, renamed: Mapping[str, str] | None
     section, keys = config.train, getattr(config.policy.config, "observation_keys", ()) or None
     require_known(section.rename, (data, *section.extra_datasets))
     renamed = section.rename if renamed is None else renamed
-    all_episodes = recorded_in(config.world.options, read_dataset(data, rename=renamed))
-    episodes = chosen_episodes(all_episodes, data, "train", section.episodes, section.exclude_episodes)
+    all_episodes = episodes_for_world(config.world.options, read_dataset(data, rename=renamed))
+    episodes = select_episodes(all_episodes, data, "train", section.episodes, section.exclude_episodes)
     if nonfinite_columns(episodes, keys, rewards=False):
         require_finite_columns(all_episodes, keys)  # which counts as the settings do
     places = [path.resolve() for path in (data, *section.extra_datasets)]
     if duplicates := [path for path in section.extra_datasets if places.count(path.resolve()) > 1]:
         warnings.warn(f"{duplicates[0]} is listed twice: its episodes count double.", RobopolicyWarning, stacklevel=2)
     for path in section.extra_datasets:
-        other = recorded_in(config.world.options, read_dataset(path, rename=renamed))
+        other = episodes_for_world(config.world.options, read_dataset(path, rename=renamed))
         try:
             require_finite_columns(other, keys)
             episodes = Episodes.concatenate([episodes, other])

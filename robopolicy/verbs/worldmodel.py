@@ -21,11 +21,11 @@ from robopolicy.building.policies import load_policy
 from robopolicy.building.worlds import build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import DEMONSTRATIONS
-from robopolicy.core.delayed import recorded_in
-from robopolicy.core.episodes import Episodes, chosen_episodes, require_recorded
+from robopolicy.core.delayed import episodes_for_world
+from robopolicy.core.episodes import Episodes, require_recorded, select_episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.origin import about, remember_origin, remember_renaming
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.origin import prefix_errors, remember_origin, remember_renaming
+from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec, require_fit
 from robopolicy.core.storage import recover_folder
@@ -74,9 +74,9 @@ def run(config: Config) -> int:
     episodes = gather(config, world, generators["rollouts"])
     origin = origin_of_section(config.world)
     write_dataset(episodes, folder.path / "dataset", images="png", existing="replace", origin=origin)
-    training, validation = episodes.split(0.1, torch.Generator().manual_seed(derive(config.run.seed, "split")))
+    training, validation = episodes.split(0.1, torch.Generator().manual_seed(derive_seed(config.run.seed, "split")))
     training = in_other_styles(config, training)
-    seed = derive(config.run.seed, "world model weights")
+    seed = derive_seed(config.run.seed, "world model weights")
     model = WORLD_MODELS.builds(section.kind).build(section.config, world.spec, training, seed).to(device)
     remember_origin(model, origin)
     remember_renaming(model, section.rename)
@@ -118,8 +118,8 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
     paths = section.data or (default_path(config, "collect", "dataset", None, "worldmodel.data"),)
     require_known(section.rename, paths)
     datasets = [read_dataset(path, cameras=config.world.cameras, rename=section.rename) for path in paths]
-    datasets[0] = chosen_episodes(datasets[0], paths[0], "worldmodel", section.episodes, section.exclude_episodes)
-    parts = [recorded_in(config.world.options, each) for each in datasets]
+    datasets[0] = select_episodes(datasets[0], paths[0], "worldmodel", section.episodes, section.exclude_episodes)
+    parts = [episodes_for_world(config.world.options, each) for each in datasets]
     for path, part in zip(paths, parts, strict=True):
         fields = {key: field for key, field in world.spec.observation.items() if key in part.observation_fields}
         require_recorded(path, part, fields, world.spec.action, "world")
@@ -133,10 +133,10 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
         policies = tuple(dict.fromkeys((base_of(config), *policies)))
     actors: list[Any] = [load_policy(path, generator.device) for path in policies]
     for actor in actors:  # before any is played
-        with about(actor):
+        with prefix_errors(actor):
             require_fit(actor.spec, world.spec)
     for level in section.noise:
-        chance = derive(seed, f"worldmodel/noise/{level}")
+        chance = derive_seed(seed, f"worldmodel/noise/{level}")
         actors.append(build_noisy_expert(config.world, world, level, chance, config.collect.controller))
 
     def play(turn: int, index: int) -> Episodes:

@@ -12,7 +12,7 @@ from robopolicy.configuration import read_yaml
 from robopolicy.core.errors import DataError, RobopolicyError, in_one_line
 from robopolicy.core.run import RunFolder
 from robopolicy.core.status import RUNNING, Phase, read_status, state_of, status_file
-from robopolicy.core.storage import read_object, reading
+from robopolicy.core.storage import read_errors, read_object
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.report import judged_in
 from robopolicy.evaluation.tables import evaluation_text
@@ -131,7 +131,7 @@ def read_run(identifier: str, path: Path) -> Run:
     updated = max(times, default=0) / 1e9
     run = Run(identifier, path, verb, name, seed, "", state_of(path, status), updated, updated)
     try:
-        with reading(path):
+        with read_errors(path):
             versions = read_object(path / DESCRIPTION[1]) if (path / DESCRIPTION[1]).exists() else {}
             command = [str(word) for word in status.get("command", versions.get("command", ()))]
             described = path / DESCRIPTION[1]

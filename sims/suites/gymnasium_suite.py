@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.core.action_bounds import executed
+from robopolicy.core.action_bounds import clip_if_bounded
 from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, RobopolicyWarning, did_you_mean
-from robopolicy.core.history import places, select
+from robopolicy.core.history import select, shifted_indices
 from robopolicy.core.machine import usable_threads
 from robopolicy.core.randomness import numpy_generator
 from robopolicy.core.registry import require_types
@@ -185,7 +185,7 @@ class GymnasiumWorld:
         if not len(remaining):
             return episodes.idle(chunk)
         remaining = episodes.scatter(index, remaining)
-        results = self.pool.step(executed(spec, actions), remaining, spec.terminate_on_success)
+        results = self.pool.step(clip_if_bounded(spec, actions), remaining, spec.terminate_on_success)
         self._tell(results.notes)
         self._check_finite(results.values, np.arange(self._batch_size))
 
@@ -215,7 +215,7 @@ class GymnasiumWorld:
         New frames are at the end of the played frames [B, H, ...], so they already have their place in the shifted
         history; old frames move forward by the number of new ones.
         """
-        window = places(np.minimum(played.length, self._history), self._history)
+        window = shifted_indices(np.minimum(played.length, self._history), self._history)
         index = np.where(window < self._history, window, self._history + np.arange(self._history))
         for camera, frames in played.frames.items():
             history = self._episodes.arrays[f"history/{IMAGE_PREFIX}{camera}"]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyError, RobopolicyWarning, SpecError
-from robopolicy.core.history import move
+from robopolicy.core.history import shift_window
 from robopolicy.core.spec import ImageSize, image_sizes
 from sims.suites.environment import Description, RowEnvironment
 from sims.suites.mujoco_state import MujocoState
@@ -142,7 +142,7 @@ class EnvironmentRows:
         """Shift the row's frames [H, height, width, 3] by one and render the newest."""
         for camera, frames in played.frames.items():
             newest = environment.image(camera, *self._sizes[camera])
-            frames[row : row + 1] = move(frames[row : row + 1], newest[None, None])
+            frames[row : row + 1] = shift_window(frames[row : row + 1], newest[None, None])
 
     def states(self, index: np.ndarray) -> tuple[np.ndarray, list[Any]]:
         """Return physics [R, N] and Python attributes [R] of rows `index` [R].

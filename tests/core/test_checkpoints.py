@@ -16,11 +16,11 @@ from robopolicy.core.checkpoints import (
     LARGEST_DESCRIPTION,
     WEIGHTS,
     Checkpoint,
+    invalid_field_entry,
     read_description,
     read_weights,
     restoring,
     write_checkpoint,
-    wrong_in_field,
 )
 from robopolicy.core.errors import CheckpointError
 from robopolicy.core.tensors import file_hash, load_tree, save_tree
@@ -196,4 +196,4 @@ def test_a_description_is_of_a_usual_size_and_parsed_once(folder: Path, monkeypa
 )
 def test_no_bounds_lie_the_wrong_way_round(bounds, wrong):
     """A policy of such a field would be evaluated with all its actions clipped to one end."""
-    assert re.search(wrong, wrong_in_field({"shape": [2], **bounds}))
+    assert re.search(wrong, invalid_field_entry({"shape": [2], **bounds}))

@@ -6,7 +6,7 @@ import torch
 
 from robopolicy.building.worlds import build_controller
 from robopolicy.configuration import compose
-from robopolicy.core.delayed import QUEUE, DelayedSnapshots, delayed, with_latency
+from robopolicy.core.delayed import QUEUE, DelayedSnapshots, delay_episodes, with_latency
 from robopolicy.core.errors import ConfigError, DataError, SpecError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, PolicySpec
 from robopolicy.core.world import Snapshots, can_render
@@ -113,7 +113,7 @@ def test_a_recording_is_read_as_if_every_decision_had_been_made_late():
     steps = 3
     now, late = make_world("push_cube", 4), make_world("push_cube", 4, latency_steps=steps)
     recorded = record(now, load_task("push_cube").expert(), np.arange(4))
-    read = delayed(recorded, steps)
+    read = delay_episodes(recorded, steps)
     assert read.lengths.tolist() == (recorded.lengths + steps).tolist()
     assert read.observation_fields[QUEUE] == late.spec.observation[QUEUE]
     # Played in the world with a delay, these decisions lead to what they say, but for what moves while robots wait.
@@ -128,20 +128,20 @@ def test_a_recording_is_read_as_if_every_decision_had_been_made_late():
         assert step.success[episode]
         assert read.reward is not None
         np.testing.assert_allclose(step.reward[episode], read.reward[begin : begin + length].numpy(), atol=2e-3)
-    assert delayed(read, steps) is read and delayed(recorded, 0) is recorded
+    assert delay_episodes(read, steps) is read and delay_episodes(recorded, 0) is recorded
     with pytest.raises(DataError, match="latency_steps=3, not 2"):
-        delayed(read, 2)
+        delay_episodes(read, 2)
 
 
 def test_a_gripper_that_waits_is_recorded_as_the_world_shows_it():
     steps = 2
     now, late = make_world("pick_place", 1), make_world("pick_place", 1, latency_steps=steps)
     recorded = record(now, load_task("pick_place").expert(), [0])
-    read = delayed(recorded, steps)
+    read = delay_episodes(recorded, steps)
     observation = [late.reset(seeds=[0])[QUEUE][:, 0]]
     observation += [late.step(action[None, None].numpy()).observation[QUEUE][:, 0] for action in read.actions[:4]]
     np.testing.assert_allclose(read.observation[QUEUE][:5].numpy(), np.concatenate(observation), atol=1e-7)
-    positions = delayed(recorded, steps, "last").observation[QUEUE][1].numpy()
+    positions = delay_episodes(recorded, steps, "last").observation[QUEUE][1].numpy()
     # x, y, z are moves by their unit: kept, they would go on moving the arm.
     np.testing.assert_allclose(positions[:4], [0.0, 0.0, 0.0, recorded.actions[0, 3]])
 

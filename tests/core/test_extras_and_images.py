@@ -7,7 +7,7 @@ import torch
 
 from robopolicy.core.extras import Extras
 from robopolicy.core.images import FrameStore, Images, PackedFrames, frames_of, frames_tree, joined_frames
-from robopolicy.core.rollouts import Rollouts, concatenate, visible
+from robopolicy.core.rollouts import Rollouts, concatenate, critic_observation
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, TASK
 from robopolicy.core.tensors import load_tree, save_tree
 
@@ -109,7 +109,7 @@ def test_images_are_those_that_were_shown_through_selection_and_joining(packed, 
         alive, kept = part.alive, part.latents["kept"]
         for where, following in ((alive, False), (kept & alive, True)):
             expected = part.latents["after" if following else "seen"][where]
-            observation = visible(part, where, following=following, images=True)
+            observation = critic_observation(part, where, following=following, images=True)
             assert torch.equal(observation[CAMERA], expected)
             assert set(observation) == {STATE, CAMERA, TASK}
         assert part.shown == {STATE: (1, 2), CAMERA: (2, 2, 2, 3)}
@@ -164,11 +164,11 @@ def test_what_follows_in_the_middle_stands_in_the_next_column_and_not_here():
     rollouts = pictured(packed=True)
     middle = ~rollouts.latents["kept"]
     with pytest.raises(LookupError, match="at the end of an episode or rollout"):
-        visible(rollouts, middle, following=True, images=True)
-    assert CAMERA not in visible(rollouts, middle, following=True)
+        critic_observation(rollouts, middle, following=True, images=True)
+    assert CAMERA not in critic_observation(rollouts, middle, following=True)
     with pytest.raises(LookupError):
-        visible(rollouts.without(following=True), ~middle, following=True, images=True)
-    assert CAMERA not in visible(rollouts.without(images=True), middle, images=True)
+        critic_observation(rollouts.without(following=True), ~middle, following=True, images=True)
+    assert CAMERA not in critic_observation(rollouts.without(images=True), middle, images=True)
 
 
 def test_images_as_earlier_versions_stored_them_are_read():
@@ -178,7 +178,9 @@ def test_images_as_earlier_versions_stored_them_are_read():
     del tree["images"]
     again = Rollouts.of(tree)
     assert set(again.observation) == {STATE}
-    assert torch.equal(visible(again, again.alive, images=True)[CAMERA], rollouts.latents["seen"].flatten(0, 1))
+    assert torch.equal(
+        critic_observation(again, again.alive, images=True)[CAMERA], rollouts.latents["seen"].flatten(0, 1)
+    )
 
 
 def test_extras_stay_through_selection_and_are_required_of_all_that_is_joined():

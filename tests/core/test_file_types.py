@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from robopolicy.core.file_types import described_path
+from robopolicy.core.file_types import describe_path
 
 FRAMES = np.zeros((4, 16, 16, 3), np.uint8)
 
@@ -48,15 +48,15 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_path_is_called_what_it_is(tmp_path, name):
     write, description = WRITTEN[name]
-    assert described_path(tmp_path / name) == ""
+    assert describe_path(tmp_path / name) == ""
     write(tmp_path / name)
-    assert described_path(tmp_path / name).startswith(description)
+    assert describe_path(tmp_path / name).startswith(description)
 
 
 def test_a_folder_is_called_by_what_it_holds(tmp_path):
     for name in "abcde":
         (tmp_path / name).touch()
-    assert described_path(tmp_path) == "a folder with a, b, c and 2 more"
+    assert describe_path(tmp_path) == "a folder with a, b, c and 2 more"
     for name, description in (
         ("checkpoint/config.json", f"a run folder; its checkpoint is {tmp_path / 'checkpoint'}"),
         (".zgroup", "a zarr store"),
@@ -64,4 +64,4 @@ def test_a_folder_is_called_by_what_it_holds(tmp_path):
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
-        assert described_path(tmp_path) == description
+        assert describe_path(tmp_path) == description

@@ -8,7 +8,7 @@ import torch
 
 from robopolicy.core.episode_rows import EpisodeRows
 from robopolicy.core.errors import NonFiniteError, SpecError
-from robopolicy.core.player import ControllerActor, Decided, Player, PolicyActor, actor_of
+from robopolicy.core.player import ControllerActor, Player, PolicyActor, PolicyOutput, actor_of
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, TASK, Field, PolicySpec, WorldSpec
 from robopolicy.core.world import Snapshot
@@ -85,14 +85,14 @@ class Still:
         pass
 
 
-def policy_player(world: Countdown, policy: Constant, **options) -> Player[Decided]:
+def policy_player(world: Countdown, policy: Constant, **options) -> Player[PolicyOutput]:
     return Player(world, PolicyActor(policy, torch.Generator()), **options)
 
 
 def test_rows_that_end_are_left_alone_and_spare_rows_are_not_played():
     world, policy = Countdown(5), Constant()
     player = policy_player(world, policy)
-    player.start_wave(np.array([3, 5, 11]))
+    player.start_batch(np.array([3, 5, 11]))
     assert world.resets == [([0, 1, 2, 3, 4], [3, 5, 11, 3, 5])]
     assert player.running.tolist() == [True] * 3 + [False] * 2
     steps_played = list(player)
@@ -165,7 +165,7 @@ def test_policies_and_controllers_become_actors():
     assert chunk.shape == (3, 1, 1) and info is None
     chunk, info = actor_of(Constant(0.5), torch.Generator()).choose(observation)
     assert chunk.shape == (3, 2, 1) and chunk.dtype == np.float64
-    assert isinstance(info, Decided)
+    assert isinstance(info, PolicyOutput)
     assert info.seen[TASK] == ["count"] * 3
 
 

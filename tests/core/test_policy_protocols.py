@@ -10,7 +10,7 @@ from robopolicy.core.policy import (
     Decision,
     Policy,
     RecordsMeans,
-    Resumes,
+    ResumesDecision,
     ScoredPolicy,
     Trainable,
     is_policy,
@@ -61,7 +61,7 @@ def test_a_plain_policy_needs_three_members_and_decides_actions_alone():
 def test_denoising_policies_have_it_all():
     policy = DenoisingPolicy(DenoisingPolicyConfig(width=8), FIELDS, ACTION, fps=10)
     assert require_trainable(policy) is policy
-    assert isinstance(policy, Trainable) and isinstance(policy, Resumes) and isinstance(policy, RecordsMeans)
+    assert isinstance(policy, Trainable) and isinstance(policy, ResumesDecision) and isinstance(policy, RecordsMeans)
 
 
 def test_a_controller_with_a_spec_is_no_policy():

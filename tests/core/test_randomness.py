@@ -9,13 +9,13 @@ from robopolicy.core.errors import RobopolicyWarning, SpecError
 from robopolicy.core.randomness import (
     EpisodeGenerator,
     Generators,
-    derive,
-    drawing_from,
+    derive_seed,
     episode_seeds,
     integers,
     normal,
     uniform,
     uniforms,
+    use_generator,
 )
 
 
@@ -37,8 +37,8 @@ def test_purposes_and_roots_do_not_share_episodes():
 
 
 def test_derived_seeds_depend_on_the_whole_name():
-    assert derive(0, "a/b") == derive(0, "a/b")
-    assert len({derive(0, "a"), derive(0, "b"), derive(1, "a"), derive(0, "a/b")}) == 4
+    assert derive_seed(0, "a/b") == derive_seed(0, "a/b")
+    assert len({derive_seed(0, "a"), derive_seed(0, "b"), derive_seed(1, "a"), derive_seed(0, "a/b")}) == 4
 
 
 def test_generators_are_independent_by_name_and_resume_where_they_were():
@@ -217,7 +217,7 @@ def test_a_policy_that_draws_by_torch_later_only_is_said_once_and_watched_from_t
 
 def test_draws_from_the_global_generator_are_of_rows_within_drawing_from():
     def draw(generator: EpisodeGenerator, rows: int) -> torch.Tensor:
-        with drawing_from(generator, torch.device("cpu")):
+        with use_generator(generator, torch.device("cpu")):
             return torch.randn(rows, 2)
 
     state = torch.get_rng_state()

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from robopolicy.core.spec import Field
-from robopolicy.core.turns import turns_of
+from robopolicy.core.turns import periodicity_of
 
 TURN = 2 * math.pi
 
 
 def one(name, unit="", low=-math.inf, high=math.inf):
-    turns = turns_of(Field((1,), low=low, high=high, unit=unit, names=(name,)))
+    turns = periodicity_of(Field((1,), low=low, high=high, unit=unit, names=(name,)))
     return float(turns.period[0]), bool(turns.at_once[0])
 
 
@@ -52,7 +52,7 @@ def test_names_units_and_bounds_say_what_goes_round_or_switches(element, expecte
 
 def test_differences_are_taken_the_short_way_and_results_stay_within_the_turn():
     action = Field((2,), low=(-9.0, -math.pi), high=(9.0, math.pi), unit="m, rad", names=("x", "yaw"))
-    turns = turns_of(action)
+    turns = periodicity_of(action)
     apart, values = np.array([[6.2, 6.2], [-6.2, -3.0]]), np.array([[4.0, 4.0], [4.0, -4.0]])
     expected = np.array([[6.2, 6.2 - TURN], [-6.2, -3.0]]), np.array([[4.0, 4.0 - TURN], [4.0, TURN - 4.0]])
     np.testing.assert_allclose(turns.shortest(apart), expected[0])
@@ -60,5 +60,5 @@ def test_differences_are_taken_the_short_way_and_results_stay_within_the_turn():
     tensors = turns.like(torch.zeros(1))
     np.testing.assert_allclose(tensors.shortest(torch.tensor(apart).float()), expected[0], atol=1e-5)
     np.testing.assert_allclose(tensors.within(torch.tensor(values).float()), expected[1], atol=1e-5)
-    unnamed = turns_of(Field((2,)))
+    unnamed = periodicity_of(Field((2,)))
     assert not unnamed.period.any() and not unnamed.at_once.any()

@@ -16,9 +16,9 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.interventions import (
     before_intervention,
     imitated_in_words,
+    imitation_mask,
     interventions_in_words,
-    last_of_turn,
-    worth_imitating,
+    last_step_of_turn,
 )
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
@@ -70,10 +70,10 @@ def flags(values) -> list[int]:
 def test_recoveries_corrections_and_own_successes_are_imitated_and_never_what_led_to_an_intervention():
     data = episodes()
     assert flags(before_intervention(data)) == [1, 1, 0, 0, 0, 0] + [0] * 8
-    assert flags(worth_imitating(data)) == [0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1]
+    assert flags(imitation_mask(data)) == [0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1]
     unlabelled = replace(data, step_success=None)  # what the policy did alone is not known to have been any good
-    assert flags(worth_imitating(unlabelled)) == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1]
-    assert worth_imitating(replace(data, actor=None, segment=None)) is None
+    assert flags(imitation_mask(unlabelled)) == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1]
+    assert imitation_mask(replace(data, actor=None, segment=None)) is None
     assert interventions_in_words(data) == (
         "Interventions: in 1 of 4 episodes; 1 steps recover, 2 correct, 2 of the policy's own steps led to an "
         "intervention"
@@ -88,7 +88,7 @@ def test_who_acted_is_kept_by_selecting_joining_and_splitting():
     plain = replace(data, actor=None, segment=None)
     joined = Episodes.concatenate([plain, data])
     assert flags(joined.actor) == [-1] * 14 + ACTOR and flags(joined.segment) == [-1] * 14 + SEGMENT
-    assert flags(worth_imitating(joined))[:14] == [1] * 14  # as without the columns: nothing speaks against them
+    assert flags(imitation_mask(joined))[:14] == [1] * 14  # as without the columns: nothing speaks against them
     assert Episodes.concatenate([plain, plain]).segment is None
     training, held = data.split(0.25, torch.Generator().manual_seed(0))
     assert len(training.segment) == training.step_count and len(held.actor) == held.step_count
@@ -145,7 +145,7 @@ def test_batches_begin_and_stay_among_what_is_worth_imitating():
 @pytest.mark.checks("RaC")
 def test_a_critic_is_told_neither_that_the_task_was_over_nor_what_the_operator_earned():
     data = episodes(rewards={"reward": torch.tensor([0.0, 1, 10, 10, 10, 100] + [0] * 8)})
-    assert last_of_turn(data).tolist() == [1, 1, 4, 4, 4, 5] + [8] * 3 + [11] * 3 + [13] * 2
+    assert last_step_of_turn(data).tolist() == [1, 1, 4, 4, 4, 5] + [8] * 3 + [11] * 3 + [13] * 2
     interface = Interface(FIELDS, ACTION, chunk=3)
     transitions = recorded_decisions(data, interface, 0.5).transitions
     # The policy's decisions end at the hand-over: paid what came until then, worth what comes from there on.

@@ -9,7 +9,7 @@ import pytest
 from foreign_data import arrays, write_older_lerobot, write_push_t, write_robomimic
 
 from robopolicy.cli import main
-from robopolicy.core.file_types import described_path
+from robopolicy.core.file_types import describe_path
 
 pytest.importorskip("h5py", reason="pip install 'robopolicy[convert]'")
 pytest.importorskip("zarr", reason="pip install 'robopolicy[convert]'")
@@ -57,7 +57,7 @@ def test_it_is_called_what_it_is(tmp_path, capsys, name):
         assert main([verb, *given]) == 2, verb
         error = " ".join(capsys.readouterr().err.split())
         assert str(path) in error and "does not exist" not in error, (verb, error)
-        assert said in error or f"{path} is {described_path(path)}. A checkpoint is a folder" in error, (verb, error)
+        assert said in error or f"{path} is {describe_path(path)}. A checkpoint is a folder" in error, (verb, error)
 
 
 def test_check_names_the_dataset_that_a_table_belongs_to(tmp_path, capsys):

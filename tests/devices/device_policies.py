@@ -15,7 +15,7 @@ from robopolicy.building.policies import load_policy
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.examples import example_batch, example_observation
 from robopolicy.core.player import PolicyActor
-from robopolicy.core.policy import DecidesFromNoise, FinishesChain, Policy, Resumes, ScoredPolicy
+from robopolicy.core.policy import DecidesFromNoise, FinishesChain, Policy, ResumesDecision, ScoredPolicy
 from robopolicy.core.randomness import EpisodeGenerator, Generators
 from robopolicy.core.regression import Staged
 from robopolicy.core.spec import WorldSpec
@@ -160,7 +160,7 @@ def _scored(policy: Any, decision: Any, seen: Any, device: str) -> dict[str, Any
     executed = torch.tensor([[True, False]] * 3, device=device)
     outputs["executed"] = policy.log_prob(seen, {**decision.latents, "executed": executed}).logp
     count = torch.tensor([-1, 0, 1], device=device)
-    if isinstance(policy, Resumes):
+    if isinstance(policy, ResumesDecision):
         with suppress(ConfigError):  # some kinds of decisions cannot be gone on from
             resumed = policy.resume(seen, decision.latents, count, generator(device, 2))
             outputs["resume"] = (resumed.actions, resumed.logp, resumed.mask)

@@ -14,7 +14,7 @@ from token_toys import TOKEN, disturb, generator, make_tokens, observe
 
 from robopolicy.building.policies import load_trainable
 from robopolicy.cli import main
-from robopolicy.core.policy import LowersPrecision, is_condition
+from robopolicy.core.policy import SupportsMixedPrecision, is_condition
 from robopolicy.nn.pieces import in_pieces, scores_of
 from robopolicy.nn.precision import ROUNDING, as_kept, backward_in, learning_in, to_keep, tolerance_in
 from robopolicy.policies.lerobot.configuration import LeRobotTuning, Tuned
@@ -56,7 +56,7 @@ def scored_again(policy: Any, observation: dict, times: int = 5) -> tuple[Any, t
 def test_lerobots_policies_are_scored_as_they_acted(folders, kind, kept):  # noqa: F811
     policy = load_trainable(folders[kind], LeRobotTuning(cache_encoder_outputs=kept))
     policy.prepare_finetuning()
-    assert isinstance(policy, LowersPrecision)
+    assert isinstance(policy, SupportsMixedPrecision)
     decision, apart, moved = scored_again(policy, observed(policy))
     assert float(apart) <= tolerance_in("bf16", 1e-5)
     assert 0 < float(moved) < 2 * ROUNDING  # another rounding, not another policy

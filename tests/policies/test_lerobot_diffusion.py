@@ -24,7 +24,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.examples import example_batch
 from robopolicy.core.policy import require_trainable
-from robopolicy.core.randomness import drawing_from
+from robopolicy.core.randomness import use_generator
 from robopolicy.core.spec import TASK
 from robopolicy.policies.lerobot.configuration import LeRobotTuning, Tuned
 from robopolicy.policies.lerobot.families import _history
@@ -232,7 +232,7 @@ def test_images_are_cropped_at_random_in_the_loss_alone_as_lerobot_does_in_train
 
     def theirs(seed: int | None) -> torch.Tensor:
         crops.training = seed is not None
-        with torch.no_grad(), drawing_from(torch.Generator().manual_seed(seed or 0), torch.device("cpu")):
+        with torch.no_grad(), use_generator(torch.Generator().manual_seed(seed or 0), torch.device("cpu")):
             batch_read = read(frames)
         crops.training = False
         return batch_read
@@ -269,7 +269,7 @@ def test_a_transformers_dropout_is_at_work_in_its_loss_alone(folders, tmp_path):
     x, time = torch.randn(ROWS, *policy.noise_shape, generator=seeded()), torch.full((ROWS,), 0.5)
     condition = policy.encode(observation)
     predictor = policy.network.policy.noise_predictor.train()
-    with drawing_from(seeded(), torch.device("cpu")):
+    with use_generator(seeded(), torch.device("cpu")):
         expected = policy.network.denoise(x, time, condition)
     predictor.eval()
     assert torch.equal(policy.network.denoise_in_loss(x, time, condition, seeded()), expected)

@@ -23,7 +23,7 @@ from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarni
 from robopolicy.core.examples import example_batch, example_observation
 from robopolicy.core.machine import in_bytes
 from robopolicy.core.policy import require_trainable
-from robopolicy.core.randomness import drawing_from
+from robopolicy.core.randomness import use_generator
 from robopolicy.core.spec import STATE, TASK, Field, WorldSpec, require_fit
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
@@ -622,7 +622,7 @@ def test_relative_actions_are_added_to_each_rows_own_state(folders, tmp_path, ki
     policy = load_policy(folder)
     observation = example_observation(policy.spec, rows, torch.Generator().manual_seed(0))
     observation[TASK] = ["push the cube", "reach", "stack left", "push"][:rows]
-    with drawing_from(torch.Generator().manual_seed(3), CPU):
+    with use_generator(torch.Generator().manual_seed(3), CPU):
         noise = torch.randn(rows, 6, 5)
     ours = policy.act(observation, torch.Generator().manual_seed(3)).actions
     for row in range(rows):

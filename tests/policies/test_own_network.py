@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import CheckpointError, ConfigError
-from robopolicy.core.registry import ask_for
+from robopolicy.core.registry import import_plugins
 from robopolicy.core.spec import STATE, Field
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
@@ -92,7 +92,7 @@ CONFIGS = {
 @pytest.mark.parametrize("fields", [FIELDS, {**FIELDS, **CAMERA}], ids=["state", "image"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_keeps_every_promise_of_what_can_be_fine_tuned(name: str, fields: dict[str, Field]):
-    ask_for([__name__])
+    import_plugins([__name__])
     assert check_policy(make(CONFIGS[name], fields), load_policy).level is Level.TRAINS
     prepared = make(CONFIGS[name], fields)
     prepared.prepare_finetuning(train_encoder=False)
@@ -150,7 +150,7 @@ def test_checkpoints_name_the_class_and_import_it_only_where_it_was_named(tmp_pa
     policy = make()
     policy.save(tmp_path / "own")
     assert f'"{__name__}:CrossAttention"' in (tmp_path / "own" / "config.json").read_text()
-    ask_for([__name__])
+    import_plugins([__name__])
     assert isinstance(load_policy(tmp_path / "own").network, CrossAttention)
     ours = DenoisingPolicy(CONFIG, FIELDS, ACTION, fps=10.0)
     ours.save(tmp_path / "ours")

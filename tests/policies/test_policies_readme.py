@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from robopolicy.core.registry import ask_for
+from robopolicy.core.registry import import_plugins
 from robopolicy.core.spec import STATE, Field
 from robopolicy.policies import load_policy
 from robopolicy.policies.registry import POLICIES
@@ -17,7 +17,7 @@ def test_the_policy_of_the_guide_can_be_fine_tuned(tmp_path, monkeypatch):
     (code,) = [block for block in blocks if "class MyPolicy" in block]
     (tmp_path / "readme_policy.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    ask_for(["readme_policy"])
+    import_plugins(["readme_policy"])
     kind = "readme_policy:MyPolicy"
     config = POLICIES.configuration(kind)()
     policy = POLICIES.builds(kind)(config, {STATE: Field((3,))}, Field((2,), low=-1.0, high=1.0), fps=10.0)

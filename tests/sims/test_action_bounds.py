@@ -9,7 +9,7 @@ import pytest
 import torch
 from suite_toys import LooseEnvironment, ToGoal
 
-from robopolicy.core.action_bounds import OutsideBounds, hull, widened
+from robopolicy.core.action_bounds import OutsideBounds, union_of_bounds, widen_bounds
 from robopolicy.core.delayed import with_latency
 from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.spec import Field, WorldSpec
@@ -86,7 +86,7 @@ def test_doctor_counts_them_and_calls_another_unit_a_problem():
 
 
 def test_a_policy_that_learned_from_such_data_may_do_the_same():
-    field = widened(make().spec.action, np.array([[1.9, 0.0]]))
+    field = widen_bounds(make().spec.action, np.array([[1.9, 0.0]]))
     assert (field.low, field.high) == ((-1.0, -1.0), (1.9, 1.0))
     policy = object.__new__(DenoisingPolicy)
     torch.nn.Module.__init__(policy)
@@ -118,8 +118,8 @@ def test_rounding_is_not_outside_and_bounds_may_be_infinite():
     counted.add(np.array([[[512.001, -1e9], [513.0, 1.1], [0.0, 0.0]]]), np.array([[True, True, True]]))
     assert counted.counts.tolist() == [1, 1, 1] and counted.text.startswith("33 % of actions")
     assert "'x' 33 % outside 0 to 512" in counted.text and "'y' 33 % outside -inf to 1" in counted.text
-    assert widened(spec.action, np.array([[512.001, -1e9]])) is spec.action
-    assert hull(spec.action, spec.action) is spec.action
+    assert widen_bounds(spec.action, np.array([[512.001, -1e9]])) is spec.action
+    assert union_of_bounds(spec.action, spec.action) is spec.action
 
 
 def test_aloha_has_the_bounds_of_its_arms():

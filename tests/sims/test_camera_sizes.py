@@ -12,7 +12,7 @@ from robopolicy.building.worlds import build_world
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.policy import to_tensors
-from robopolicy.core.spec import DRAWN, STATE, Field, image_options, image_sizes
+from robopolicy.core.spec import DEFAULT_IMAGE_SIZE, STATE, Field, image_options, image_sizes
 from robopolicy.evaluation.video import above
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
@@ -100,7 +100,7 @@ def test_every_size_that_is_asked_for_is_shown(size, found):
         world = build_world(section, batch_size=2)
         expected = {key.replace("top", section.cameras[0]): shape for key, shape in found.items()}
         if name == "tidy" and size == {"top": [24, 32]}:
-            expected[WRIST] = (*DRAWN, 3)
+            expected[WRIST] = (*DEFAULT_IMAGE_SIZE, 3)
         assert shown(world) == expected
         world.close()
 
@@ -161,7 +161,7 @@ def test_options_of_one_size_are_one_number_as_worlds_of_others_take_them():
         "image_size": {"a": (8, 8), "b": (9, 9)},
     }
     assert image_options({}) == {}
-    assert image_sizes(("a", "b"), None, {"a": (3, 4)}) == {"a": (3, 4), "b": DRAWN}
+    assert image_sizes(("a", "b"), None, {"a": (3, 4)}) == {"a": (3, 4), "b": DEFAULT_IMAGE_SIZE}
 
 
 def test_films_of_real_and_imagined_cameras_of_several_widths_stand_above_each_other():

@@ -9,7 +9,7 @@ from seeing_toys import CAMERA, SIZE, SeeingWorld, denoising_policy
 
 from robopolicy.core.errors import DataError
 from robopolicy.core.images import PackedFrames
-from robopolicy.core.rollouts import Rollouts, visible
+from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.spec import IMAGE_PREFIX, STATE
 from robopolicy.data.record import record
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig
@@ -66,7 +66,7 @@ def test_streams_keep_what_was_shown_where_an_episode_ends_and_at_the_end():
     where[:, -1] = True
     assert bool(rollouts.ended[:, :-1].any())
     shown = torch.from_numpy(np.stack(world.shown, 1))
-    assert torch.equal(visible(rollouts, where, following=True, images=True)[CAMERA], shown[where])
+    assert torch.equal(critic_observation(rollouts, where, following=True, images=True)[CAMERA], shown[where])
     assert CAMERA not in rollouts.next_observation
 
 
@@ -76,7 +76,7 @@ def test_episodes_keep_what_they_ended_with():
     shown = torch.from_numpy(np.stack(world.shown, 1))
     assert rollouts.shape == (4, 3)
     where = rollouts.ended & rollouts.alive
-    assert torch.equal(visible(rollouts, where, following=True, images=True)[CAMERA], shown[:, -1])
+    assert torch.equal(critic_observation(rollouts, where, following=True, images=True)[CAMERA], shown[:, -1])
 
 
 def shown_at(rollouts) -> torch.Tensor:
@@ -97,7 +97,7 @@ def test_episodes_that_wait_keep_their_frames_and_those_handed_over_take_theirs_
     requests, counts = groups_of(np.arange(5), 1), []
     for turn in range(4):
         rollouts = player.play(requests if not turn else [], generator, groups=1)
-        assert torch.equal(visible(rollouts, rollouts.alive, images=True)[CAMERA], shown_at(rollouts))
+        assert torch.equal(critic_observation(rollouts, rollouts.alive, images=True)[CAMERA], shown_at(rollouts))
         assert (
             rollouts.images is not None and len(rollouts.images.frames[CAMERA]) == 3 + 1
         )  # three decisions, and the end
@@ -182,7 +182,7 @@ def test_who_reads_images_is_known_before_anything_is_played():
 
 
 def seen_by(rollouts: Rollouts) -> torch.Tensor:
-    return visible(rollouts, rollouts.alive, images=True)[TOP]
+    return critic_observation(rollouts, rollouts.alive, images=True)[TOP]
 
 
 @pytest.fixture(scope="module")

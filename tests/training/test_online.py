@@ -440,7 +440,7 @@ def test_it_learns(kind):
 
     def earned(judged):
         player = online.Player(judging, PolicyActor(judged, torch.Generator().manual_seed(0), deterministic=True))
-        player.start_wave(np.arange(64))
+        player.start_batch(np.arange(64))
         return {"return": float(sum(played.step.reward.sum() for played in player)) / 64}
 
     result = learn_online(policy, world, frozen, config, evaluate=earned)

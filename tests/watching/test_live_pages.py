@@ -34,7 +34,7 @@ def test_every_run_is_listed_with_its_state_and_success(tmp_path, pages):
     claim(going.path)
     status.begin(going.path)
     failed = make_run(tmp_path, "failed")
-    with pytest.raises(ConfigError), status.ending():
+    with pytest.raises(ConfigError), status.end_on_error():
         status.begin(failed.path)
         status.end(going.path)  # another run of the same process, which has ended
         raise ConfigError("No space left.")
@@ -75,7 +75,7 @@ def test_what_others_named_is_escaped(tmp_path, pages):
     make_run(tmp_path, "_hidden")
     status.begin(folder.path)
     status.note("<img src=x onerror=alert(2)>")
-    with pytest.raises(ConfigError), status.ending():
+    with pytest.raises(ConfigError), status.end_on_error():
         raise ConfigError("<b>bold</b>")
     run = next(run for run in pages.listing.runs() if run.name != "_hidden")
     for page in (pages.all_runs(""), pages.one_run(run), pages.comparison([run, run_of(pages, "_hidden")], [])):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.holding import POSITIONS
-from robopolicy.core.ranges import Count, Natural, NonNegative, Share
+from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative
 from robopolicy.core.structured import REGISTRY
 from robopolicy.inference.configuration import InferenceConfig
 
@@ -161,7 +161,7 @@ class DeploySection:
     """Checkpoint of the current policy (default: the output of train with the same name and seed)."""
     mix_per: Literal["step", "episode"] = "step"
     """Draw the acting policy at every policy call (step, StepMix) or once per episode (episode, EpsMix)."""
-    max_success_drop: Share = 0.2
+    max_success_drop: Fraction = 0.2
     """Fraction of the base policy's success that may be lost: the minimum success is (1 - drop) times it."""
     base_episodes: Count = 200
     """Number of base policy episodes played first, to estimate its success."""
@@ -169,7 +169,7 @@ class DeploySection:
     """Number of episodes of the deployment."""
     update_every: Count = 20
     """Number of episodes between updates of the new policy's probability."""
-    confidence: Share = 0.95
+    confidence: Fraction = 0.95
     """Confidence level of the one-sided bound that must exceed the minimum success."""
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count, Filled, Natural, NoiseLevel, NonNegative, Share
+from robopolicy.core.ranges import Count, Fraction, Natural, NoiseLevel, NonEmpty, NonNegative
 from robopolicy.core.structured import Tagged
 from robopolicy.data.configuration import ConvertConfig, CorrectConfig
 from robopolicy.rl.offline.configuration import AGENTS, IqlConfig
@@ -32,7 +32,7 @@ class CollectSection:
     """collect.quality: number of episodes with uniform actions, and with the expert, that set the scale of normalised
     scores; use at least 100 for published results.
     """
-    noise: Annotated[tuple[NoiseLevel, ...], Filled()] = ("low",)
+    noise: Annotated[tuple[NoiseLevel, ...], NonEmpty()] = ("low",)
     """Action noise levels, each for an equal fraction of the episodes: none, low, medium, high, random, or a standard
     deviation as a fraction of half the action range.
     """
@@ -234,11 +234,11 @@ class GateSection:
     """Margin above zero that the lower bound of the improvement must exceed, in the evaluator's units."""
     relative_margin: float = 0.0
     """Margin above zero as a fraction of the incumbent's value (RL-100: 0.05)."""
-    confidence: Share = 0.95
+    confidence: Fraction = 0.95
     """Confidence level of the bounds."""
-    holdout: Share = 0.3
+    holdout: Fraction = 0.3
     """offline: fraction of the recorded episodes held out from training for the evaluators."""
-    discount: Share = 0.99
+    discount: Fraction = 0.99
     """fqe and critic: discount factor per control step."""
     steps: Count = 2000
     """fqe and critic: number of updates per fit."""

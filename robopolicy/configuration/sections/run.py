@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from robopolicy.core.ranges import Count, Natural, NonNegative, Seed, Share
+from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Seed
 from robopolicy.core.structured import REGISTRY
 
 
@@ -76,7 +76,7 @@ class ImaginationSection:
     """Truncate imagined episodes after this many steps, null for never."""
     max_uncertainty: NonNegative | None = None
     """Truncate imagined episodes when the uncertainty exceeds this value, in the model's units; null for never."""
-    uncertainty_quantile: Share | None = None
+    uncertainty_quantile: Fraction | None = None
     """Truncate imagined episodes when the uncertainty exceeds this quantile of the uncertainty on held-out data, so
     that the limit adapts to the model; null for never.
     """

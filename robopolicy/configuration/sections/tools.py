@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.ranges import Count, Filled, Natural, NonNegative, Range, Seed
+from robopolicy.core.ranges import Count, Natural, NonEmpty, NonNegative, Range, Seed
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class BenchSection:
     """sims, collection and inference: rounds of timing, in which the compared methods take turns; algorithms: 0 skips
     timing an iteration.
     """
-    tasks: Annotated[tuple[str, ...], Filled()] = ("push_cube", "pick_place")
+    tasks: Annotated[tuple[str, ...], NonEmpty()] = ("push_cube", "pick_place")
     """Tasks to run; used by the benchmarks algorithms, collection, inference, sight, delay, ranking, imagination,
     test_time_planning, offline, online, gate and rl100.
     """
-    seeds: Annotated[tuple[Seed, ...], Filled()] = (0, 1, 2)
+    seeds: Annotated[tuple[Seed, ...], NonEmpty()] = (0, 1, 2)
     """Random seeds, one run per seed; used by all benchmarks except sims."""
     only: tuple[str, ...] = ()
     """Parts of the benchmark to run: recipes, methods (algorithms), policies (collection, inference), chunkings

@@ -16,7 +16,7 @@ import numpy as np
 
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.registry import Registry
-from robopolicy.core.storage import reading
+from robopolicy.core.storage import read_errors
 
 FORMATS = Registry(
     "dataset format",
@@ -108,7 +108,7 @@ def format_of(path: Path, name: str = "") -> DatasetFormat | None:
     if name:
         return FORMATS.load(name)()
     formats = (FORMATS.load(each)() for each in reversed(FORMATS.names()))
-    with reading(path):
+    with read_errors(path):
         return next((each for each in formats if each.recognises(path)), None)
 
 
@@ -124,7 +124,7 @@ def what_it_is(path: Path) -> str:
         return ""
     prefix = f"{path} is a dataset in another format, {dataset_format.title}"
     try:
-        with reading(path), dataset_format.open(path) as source:
+        with read_errors(path), dataset_format.open(path) as source:
             rate = "" if source.fps else " (convert.fps: the rate at which it was recorded)"
             return f"{prefix}. Convert it{rate}: {command(path, source)}"
     except DataError as error:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import DataError, in_one_line, require_extra
-from robopolicy.core.storage import reading
+from robopolicy.core.storage import read_errors
 from robopolicy.data.formats.format import Column, Source
 from robopolicy.data.formats.pixels import decoded
 from robopolicy.data.lerobot_checks import require_room
@@ -233,7 +233,7 @@ class Hdf5Source(Source):
         """Implement `Source.read`."""
         arrays: dict[str, np.ndarray] = {}
         path, name = self.places[episode]
-        with self.group(episode) as group, reading(path, f"Exclude {name or 'that episode'}"):
+        with self.group(episode) as group, read_errors(path, f"Exclude {name or 'that episode'}"):
             for key in keys:
                 dataset = array(group, key, path)
                 size = math.prod((*dataset.shape[:1], *self.columns[key].shape))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.origin import described_origin
 from robopolicy.core.policy import CONDITION, Decision, Scores, TensorObservation, is_condition
-from robopolicy.core.randomness import drawing_from, normal
+from robopolicy.core.randomness import normal, use_generator
 from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows
 from robopolicy.nn.precision import multiplied
@@ -171,7 +171,7 @@ class GaussianACT(LeRobotModule):
             del inputs[IMAGES]  # by whose presence LeRobot tells whether there are cameras
         try:
             inner.model.train()
-            with drawing_from(generator, target.device):
+            with use_generator(generator, target.device):
                 chunk, (mean, log_variance) = inner.model(inputs)
         finally:
             inner.model.eval()

@@ -29,7 +29,7 @@ from robopolicy.core.errors import (
 )
 from robopolicy.core.origin import RENAMED, WORLD, remember_described
 from robopolicy.core.policy import Decision, TensorObservation, Trainable
-from robopolicy.core.randomness import drawing_from, normal
+from robopolicy.core.randomness import normal, use_generator
 from robopolicy.core.spec import WorldSpec, require_fit
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.world import Rows
@@ -178,7 +178,7 @@ class LeRobotPolicy(LeRobotReader):
             frames_of_queues = {key: [frame[key] for frame in frames] for key in policy._queues if key in batch}
             policy._queues = {**policy._queues, **frames_of_queues}
         try:
-            with drawing_from(generator, self.device):
+            with use_generator(generator, self.device):
                 actions: Tensor = policy.predict_action_chunk(batch, **options)[:, :steps]
         except AssertionError as error:
             if policy.config.type != "pi0_fast":

@@ -11,7 +11,7 @@ import torch
 
 from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.errors import CheckpointError, RobopolicyWarning, in_one_line
-from robopolicy.core.registry import asked_for
+from robopolicy.core.registry import is_trusted
 from robopolicy.core.storage import read_object
 from robopolicy.core.tensors import load_tensors
 
@@ -155,10 +155,10 @@ def _check_step(path: Path, step: Mapping[str, Any], known: tuple[str, ...]) -> 
             )
         return
     module, _, kind = str(step.get("class")).rpartition(".")
-    if not asked_for(f"{module}:{kind}"):
+    if not is_trusted(f"{module}:{kind}"):
         raise CheckpointError(
             f"{path} uses the class {step.get('class')}, but a checkpoint may not choose what is imported. If you "
-            f"trust it, allow its module: run.plugins=[{module}] (in Python: robopolicy.core.registry.ask_for)."
+            f"trust it, allow its module: run.plugins=[{module}] (in Python: robopolicy.core.registry.import_plugins)."
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.ranges import Count, NonNegative, Pixels, Positive
-from robopolicy.core.storage import read_object, reading, recover_folder
+from robopolicy.core.storage import read_errors, read_object, recover_folder
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.policies.configuration import Reach
 
@@ -102,7 +102,7 @@ class LeRobotStart:
     def reach(self) -> Reach:
         """Implement `SaysReach.reach`; raises ConfigError without a folder, CheckpointError for another checkpoint."""
         path = recover_folder(folder_of(self)) / "config.json"
-        with reading(path, failure=CheckpointError):
+        with read_errors(path, failure=CheckpointError):
             return _reach_in(read_object(path))
 
 

@@ -28,7 +28,7 @@ from robopolicy.core.spec import (
     camera_key,
     validate_observation,
 )
-from robopolicy.core.storage import read_json, reading
+from robopolicy.core.storage import read_errors, read_json
 from robopolicy.core.structured import from_plain
 from robopolicy.policies.foreign import SETTINGS_FILE
 from robopolicy.policies.known import DEVIATIONS, Ranges
@@ -245,7 +245,7 @@ class LeRobotReader:
         for name, source in self._sources.items():
             value = _tensor(observation, self._keys[name])[:, index].to(device)
             raw[source] = self._image(name, value) if value.ndim == 4 else value
-        with reading(Path(self.folder or "") / PROCESSORS[0], failure=CheckpointError):
+        with read_errors(Path(self.folder or "") / PROCESSORS[0], failure=CheckpointError):
             processed = self.preprocess(raw)
         inputs = {key: each for key, each in processed.items() if key.startswith("observation.") or key == EMBODIMENT}
         batch = {key: value.to(self.device) for key, value in inputs.items()}

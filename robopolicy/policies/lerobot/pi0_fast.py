@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, pad
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.origin import described_origin
 from robopolicy.core.policy import CONDITION, Decision, Scores, TensorObservation, is_condition
-from robopolicy.core.randomness import drawing_from
+from robopolicy.core.randomness import use_generator
 from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows
 from robopolicy.nn.precision import as_kept, lowering, to_keep
@@ -103,7 +103,7 @@ class FastTokens(LeRobotModule):
                 "dry_run is not supported for pi0_fast: its output length depends on the generated tokens."
             )
         model, reading = self._reader(), _reading(condition)
-        with drawing_from(generator, reading.text.device), lowering(reading.text.device):
+        with use_generator(generator, reading.text.device), lowering(reading.text.device):
             sampled_tokens: Tensor = model.sample_actions_fast_kv_cache(
                 *reading, max_decoding_steps=self.most, temperature=0.0 if deterministic else self.tuning.temperature
             )

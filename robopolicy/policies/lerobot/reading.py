@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from robopolicy.core.checkpoints import WEIGHTS, Allowance, require_dtypes
+from robopolicy.core.checkpoints import WEIGHTS, AllocationLimit, require_dtypes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError
 from robopolicy.core.machine import free_memory, in_bytes
-from robopolicy.core.storage import read_object, reading
+from robopolicy.core.storage import read_errors, read_object
 from robopolicy.core.tensors import load_tensors, tensor_dtypes, tensor_elements
 from robopolicy.nn.pretrained import offline, quiet
 from robopolicy.policies.lerobot.checks import ACTION_TOKENIZER, PROCESSORS
@@ -51,14 +51,14 @@ def read_config(folder: Path, device: torch.device) -> "PreTrainedConfig":
     return config
 
 
-def _allowance(folder: Path, weights: bool) -> Allowance:
+def _allowance(folder: Path, weights: bool) -> AllocationLimit:
     """Return the allocation limit of a policy's constructor: about the size of its weights, or of the largest
     policies.
     """
     if not weights:
-        return Allowance(elements=2**36, tensors=2**17)
+        return AllocationLimit(elements=2**36, tensors=2**17)
     size = (folder / WEIGHTS).stat().st_size  # of 2 or 4 bytes a number: room for what is made beside them
-    return Allowance(elements=size, tensors=size // 1024)
+    return AllocationLimit(elements=size, tensors=size // 1024)
 
 
 def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
@@ -308,7 +308,7 @@ class FastTokenizer:
 
         del options
         path: Any = cached_file(name, FAST_FILE)
-        with reading(Path(path), failure=CheckpointError):
+        with read_errors(Path(path), failure=CheckpointError):
             settings = read_object(Path(path))
             scale, lowest_token = float(settings["scale"]), int(settings["min_token"])
         return cls(PreTrainedTokenizerFast.from_pretrained(name), scale, lowest_token)

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.origin import described_origin, origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import TensorObservation, Trainable
-from robopolicy.core.randomness import drawing_from
+from robopolicy.core.randomness import use_generator
 from robopolicy.core.tensors import load_tensors
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.pieces import recomputed
@@ -204,7 +204,7 @@ class LeRobotNetwork(LeRobotModule):
         try:
             for module in modules:
                 module.training = True
-            with drawing_from(generator, self.reader.device):
+            with use_generator(generator, self.reader.device):
                 yield
         finally:
             for module in modules:
@@ -238,7 +238,7 @@ class LeRobotNetwork(LeRobotModule):
 
     def levels(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw noise levels [count] from LeRobot's training distribution, seeded from `generator`."""
-        with drawing_from(generator, torch.device("cpu")):
+        with use_generator(generator, torch.device("cpu")):
             return self.family.draw_levels(count)
 
     def why_always_as_many(self) -> str:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.arrays import integers, is_mapping
-from robopolicy.core.policy import MatchesNoise
-from robopolicy.core.rollouts import Rollouts, visible
+from robopolicy.core.policy import MatchingLikelihood
+from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.spec import TASK
 from robopolicy.nn.blocks import follow
 from robopolicy.rl.advantages.gae import chunk_rewards, gae, next_values
@@ -50,7 +50,7 @@ class Discriminator(SidePerceptron):
         """Query the teacher's action in every state, train, then add the preferences."""
         self.network.fit(rollouts)
         alive = rollouts.alive
-        features, observation = visible(rollouts, alive), self.tools.observe(rollouts, alive)
+        features, observation = critic_observation(rollouts, alive), self.tools.observe(rollouts, alive)
         chunk, teacher = rollouts.actions.shape[2], given(self.tools.teacher, "teacher")
         teacher_actions = teacher.act(observation, context.generator, deterministic=True).actions[:, :chunk].flatten(1)
         policy_actions = rollouts.actions[alive].flatten(1)
@@ -98,10 +98,10 @@ class FlowCritic(SidePerceptron):
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Add values and returns, then train."""
-        assert isinstance(self.policy, MatchesNoise)  # which Need.MATCHING asks for
+        assert isinstance(self.policy, MatchingLikelihood)  # which Need.MATCHING asks for
         self.network.fit(rollouts)
         alive = rollouts.alive
-        features = visible(rollouts, alive)
+        features = critic_observation(rollouts, alive)
         noisy, time = self.policy.noisy_actions({name: value[alive] for name, value in rollouts.latents.items()})
         noisy = noisy[:, :, : self.shape[0]]
         with torch.no_grad():
@@ -128,11 +128,13 @@ class FlowCritic(SidePerceptron):
         rewards, everywhere = torch.stack(list(rollouts.rewards.values())).sum(0), torch.ones_like(rollouts.alive)
         discount = context.discount ** rollouts.duration.float()
         self.scale.update(chunk_rewards(rewards, rollouts.valid, context.discount), rollouts.ended, discount)
-        values = self._state_values(visible(rollouts, everywhere), context).reshape(rollouts.shape)
+        values = self._state_values(critic_observation(rollouts, everywhere), context).reshape(rollouts.shape)
         bootstrap_mask = rollouts.ended & ~rollouts.terminated
         bootstrap_mask[:, -1] = True
         after = torch.zeros_like(values)
-        after[bootstrap_mask] = self._state_values(visible(rollouts, bootstrap_mask, following=True), context)
+        after[bootstrap_mask] = self._state_values(
+            critic_observation(rollouts, bootstrap_mask, following=True), context
+        )
         return gae(
             rewards / self.scale.scale.to(rewards.dtype),
             rollouts.valid,
@@ -188,8 +190,8 @@ class Progress(SidePerceptron):
     def _contributions(self, rollouts: Rollouts) -> Tensor:
         """Return c [b, t], 0 on padding."""
         alive = rollouts.alive
-        after = self.network.features(visible(rollouts, alive, following=True))
-        contributions = self.network(visible(rollouts, alive), after).squeeze(-1)
+        after = self.network.features(critic_observation(rollouts, alive, following=True))
+        contributions = self.network(critic_observation(rollouts, alive), after).squeeze(-1)
         return torch.zeros(alive.shape, device=alive.device).index_put((alive,), contributions)
 
 
@@ -314,7 +316,7 @@ class QEnsemble(SideNetwork[ValueModel]):
             # Also for the standardisation, without which the slow copy would read other inputs.
             self.slow.load_state_dict(self.network.state_dict())
         alive = rollouts.alive
-        before, actions = visible(rollouts, alive), rollouts.actions[alive]
+        before, actions = critic_observation(rollouts, alive), rollouts.actions[alive]
         if self.by_outcome:
             self._learn_outcomes(before, actions, succeeds_later(rollouts)[alive].float(), context)
         else:
@@ -353,8 +355,8 @@ class QEnsemble(SideNetwork[ValueModel]):
         """
         alive = rollouts.alive
         return {
-            "before": visible(rollouts, alive, images=len(self.tools.policy.spec.cameras) > 0),
-            "after": visible(rollouts, alive, following=True),
+            "before": critic_observation(rollouts, alive, images=len(self.tools.policy.spec.cameras) > 0),
+            "after": critic_observation(rollouts, alive, following=True),
             "actions": rollouts.actions[alive],
             "reward": rollouts.reward[alive],
             "decay": context.discount ** rollouts.duration[alive].float(),

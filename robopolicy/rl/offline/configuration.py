@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count, NonNegative, Positive, Share
+from robopolicy.core.ranges import Count, Fraction, NonNegative, Positive
 from robopolicy.core.registry import Kinds
 from robopolicy.core.structured import FormerNames
 
@@ -43,9 +43,9 @@ class AgentConfig(FormerNames):
     """Apply layer normalisation to the critics' hidden layers, which limits overestimation far from the data."""
     learning_rate: Positive = 3e-4
     """Learning rate."""
-    discount: Share = 0.99
+    discount: Fraction = 0.99
     """Discount factor per control step."""
-    tau: Share = 0.005
+    tau: Fraction = 0.005
     """Update rate of the target networks (Polyak averaging) per update."""
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class IqlConfig(AgentConfig):
     """Apply layer normalisation to the critics' hidden layers, which limits overestimation far from the data."""
     learning_rate: Positive = 1e-3
     """Learning rate."""
-    expectile: Share = 0.9
+    expectile: Fraction = 0.9
     """Expectile of the recorded actions' values that defines a state's value; 0.5 is their mean."""
     critics: Count = 2
     """Number of critics; their minimum is used."""

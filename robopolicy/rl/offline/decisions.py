@@ -18,7 +18,7 @@ from torch import Tensor
 from robopolicy.core.arrays import integers
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError, SpecError, did_you_mean
-from robopolicy.core.interventions import before_intervention, last_of_turn
+from robopolicy.core.interventions import before_intervention, last_step_of_turn
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.returns import returns_to_go
 from robopolicy.core.segments import distinct
@@ -113,7 +113,7 @@ def recorded_decisions(
         raise DataError(f"Critics need rewards and task ends, and this dataset lacks {gap}.")
     chunk, steps = interface.chunk, torch.arange(episodes.step_count, device=episodes.device)
     episode = episodes.episode_of_step
-    last, until = (episodes.starts + episodes.lengths - 1)[episode], last_of_turn(episodes)
+    last, until = (episodes.starts + episodes.lengths - 1)[episode], last_step_of_turn(episodes)
     # A decision ends with its chunk, its episode or its turn, whatever comes first.
     step_counts = (until - steps + 1).clamp(max=chunk)
     actions = interface.to_agent(_chunks(episodes, steps, until, chunk))

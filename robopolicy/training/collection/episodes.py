@@ -17,7 +17,7 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, Trainable
-from robopolicy.core.randomness import derive, episode_seeds
+from robopolicy.core.randomness import derive_seed, episode_seeds
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.world import Snapshot, World
 from robopolicy.rl.algorithm import Algorithm
@@ -203,7 +203,7 @@ class EpisodeCollector:
             return [None] * len(starts), [0.0] * len(starts)
         context = Context(torch.Generator(), iteration=batch, iterations=self.config.iterations)
         # Of the batch's number, not of a generator that moves: a resumed run draws the same.
-        draws = np.random.default_rng(derive(self.seed, f"hints/{batch}"))
+        draws = np.random.default_rng(derive_seed(self.seed, f"hints/{batch}"))
         depths = self.hint.depth(starts, self.sampler.predict(starts), context, draws)
         start_states = [
             self.demonstrations.state(int(start), float(depth)) for start, depth in zip(starts, depths, strict=True)
@@ -215,7 +215,7 @@ class EpisodeCollector:
         config = self.config
         if not config.num_initial_states:
             return episode_seeds(self.seed, f"collect/{batch}", count), np.arange(count)
-        draws = np.random.default_rng(derive(self.seed, f"starts/{batch}"))
+        draws = np.random.default_rng(derive_seed(self.seed, f"starts/{batch}"))
         starts = self.sampler.propose(count, config.num_initial_states, draws)
         return start_pool(self.seed, config.num_initial_states)[0][starts], starts
 

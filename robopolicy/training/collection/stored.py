@@ -8,7 +8,7 @@ import torch
 
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Trainable
-from robopolicy.core.randomness import derive
+from robopolicy.core.randomness import derive_seed
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.core.spec import PolicySpec, WorldSpec
@@ -58,7 +58,7 @@ class StoredPairs:
         """
         groups = Segments.of(self.rollouts.group)
         # On the CPU and of the iteration's number: the same groups on any device, and after a resume.
-        draws = torch.Generator().manual_seed(derive(self.seed, f"pairs/{iteration}"))
+        draws = torch.Generator().manual_seed(derive_seed(self.seed, f"pairs/{iteration}"))
         indices = torch.randperm(groups.count, generator=draws)[: self.groups].to(groups.index.device)
         group_rollouts = self.rollouts.take(torch.isin(groups.index, indices).nonzero().squeeze(1))
         latents = {**group_rollouts.latents, **conditions_of(group_rollouts, self.policy, self.instructions)}

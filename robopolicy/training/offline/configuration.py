@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count, NonNegative, Positive, Share
+from robopolicy.core.ranges import Count, Fraction, NonNegative, Positive
 from robopolicy.core.registry import Kinds
 
 
@@ -112,7 +112,7 @@ class FilteredImitationConfig:
     """
     samples_per_observation: Count = 8
     """advantage=own: number of action chunks sampled from the policy per recorded observation."""
-    positive_fraction: Share = 0.3
+    positive_fraction: Fraction = 0.3
     """Fraction of the action chunks that is imitated."""
 
     def __post_init__(self) -> None:
@@ -247,9 +247,9 @@ class RecapConfig:
     """
     samples_per_observation: Count = 8
     """advantage=own: number of action chunks sampled from the policy per recorded observation."""
-    positive_fraction: Share = 0.3
+    positive_fraction: Fraction = 0.3
     """Fraction of the action chunks labelled better than average."""
-    indicator_dropout: Share = 0.3
+    indicator_dropout: Fraction = 0.3
     """Fraction of training samples without the advantage indicator (classifier-free guidance)."""
     guidance: NonNegative = 2.5
     """Guidance weight of the positive indicator at inference: 1 uses it alone, more extrapolates (two network calls per
@@ -305,7 +305,7 @@ class DsrlConfig:
     """Number of recorded observations per update."""
     learning_rate: Positive = 1e-3
     """Learning rate of the actor and the critics over noise."""
-    actor_noise_fraction: Share = 0.5
+    actor_noise_fraction: Fraction = 0.5
     """Fraction of a batch whose noise is chosen by the actor, so that the critics are accurate there; the paper's is
     0.
     """

@@ -6,7 +6,7 @@ import torch
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Trainable, require_trainable
-from robopolicy.core.randomness import Generators, derive
+from robopolicy.core.randomness import Generators, derive_seed
 from robopolicy.training.configuration import held_near_base
 from robopolicy.training.finetune import finetune
 from robopolicy.training.offline.configuration import ImaginedPpoConfig
@@ -36,7 +36,7 @@ class ImaginedPpo:
             raise ConfigError("imagined_ppo trains in a world model, and none is given.")
         # A round's own draws: whatever became of the candidates before, this one is made in the same way.
         draws = generators["imagination"]
-        seed = derive(int(torch.randint(2**31, (), generator=draws, device=draws.device)), where)
+        seed = derive_seed(int(torch.randint(2**31, (), generator=draws, device=draws.device)), where)
         base_settings, config = imagination.settings, self.config
         settings = replace(
             base_settings,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.interventions import intervened
+from robopolicy.core.interventions import intervention_mask
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.segments import quantile
@@ -138,7 +138,7 @@ def successful(lesson: Lesson) -> Tensor:
 
 def corrections(lesson: Lesson) -> Tensor | None:
     """Return a mask [N] bool of the chunks from operator interventions; None when the episodes do not record them."""
-    in_intervention = intervened(lesson.episodes)
+    in_intervention = intervention_mask(lesson.episodes)
     return None if in_intervention is None else in_intervention[lesson.data.step]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.progress import progress
-from robopolicy.core.randomness import Generators, derive
+from robopolicy.core.randomness import Generators, derive_seed
 from robopolicy.core.run import RunFolder
 from robopolicy.training.offline.improvers import Improver, Lesson
 from robopolicy.training.state import load_trainer, save_trainer
@@ -96,7 +96,7 @@ def improve_in_rounds(
             start = time.perf_counter()
             candidate = copy.deepcopy(policy)
             # Of the round's number alone: it draws alike whether earlier rounds were accepted, refused or resumed.
-            generators = Generators(derive(seed, f"round/{number}"), device)
+            generators = Generators(derive_seed(seed, f"round/{number}"), device)
             figures = improver.improve(candidate, lesson, generators, step, f"round {number}")
             record: dict[str, Any] = {"round": number, "step_size": step, **figures}
             verdict = None if gate is None else gate.decide(candidate, policy)
