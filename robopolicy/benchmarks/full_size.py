@@ -27,8 +27,8 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX, STATE
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.inference.comparison import timed
-from robopolicy.nn.precision import learning_in
-from robopolicy.nn.pretrained import quiet
+from robopolicy.nn.precision import training_precision
+from robopolicy.nn.pretrained import quiet_logger
 from robopolicy.policies.lerobot.families import MASK
 from robopolicy.runs import output
 from robopolicy.verbs import finetune
@@ -124,7 +124,7 @@ def _decisions(config: Config, folder: Path, rounds: int) -> dict[str, Any]:
         results[precision] = {}
         for rows in ROWS:
             observation = example_observation(policy.spec, rows, torch.Generator().manual_seed(0), device)
-            with _clean(device) as peak, learning_in(precision):
+            with _clean(device) as peak, training_precision(precision):
                 timing = timed({"": policy}, observation, rounds)[""]
             results[precision][str(rows)] = {**timing.to_json(), "bytes": peak()}
     return results
@@ -179,7 +179,7 @@ def write_policy(kind: str, folder: Path, device: torch.device | str = "cpu") ->
     """Write what `write_configuration` does, and random weights, drawn on `device`; return folder."""
     from lerobot.policies.factory import get_policy_class
 
-    with quiet():
+    with quiet_logger():
         config = write_configuration(kind, folder)
         with torch.device(device):
             policy: Any = get_policy_class(kind)(config)

@@ -27,10 +27,10 @@ from robopolicy.core.storage import read_json
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.nn.configuration import NormalizationMode
 from robopolicy.nn.normalizer import Normalizer
-from robopolicy.nn.pretrained import quiet
+from robopolicy.nn.pretrained import quiet_logger
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot.acting import load_lerobot_policy
-from robopolicy.policies.lerobot.configuration import LeRobotSettings, LeRobotTuning, Tuned
+from robopolicy.policies.lerobot.configuration import LeRobotSettings, LeRobotTuning, TrainableWeights
 from robopolicy.policies.lerobot.families import VALUES
 from robopolicy.policies.lerobot.training import LeRobotNetwork, trainable_lerobot
 from robopolicy.training.configuration import FitConfig
@@ -132,7 +132,7 @@ def write_tiny(kind: str, folder: Path, dataset: Path, camera: str, sizes: Sizes
     }
     words = tokenizer_of(word for task in read_dataset(dataset, cameras=()).tasks for word in task.split())
     with (
-        quiet(),
+        quiet_logger(),
         redirect_stdout(io.StringIO()),
         torch.random.fork_rng(devices=[]),
         pi_of(sizes) if kind == "pi0" else nullcontext(),
@@ -153,7 +153,7 @@ def taught_to_see(folder: Path, dataset: Path, target: Path, steps: int, seed: i
     From what its language model's last layer passes on, a linear head, thrown away afterwards, says the environment's
     state as `dataset` recorded it, in standard deviations. What acts stays as it was.
     """
-    settings = LeRobotSettings(tuning=LeRobotTuning(trainable=Tuned.ALL))
+    settings = LeRobotSettings(tuning=LeRobotTuning(trainable=TrainableWeights.ALL))
     policy = trainable_lerobot(load_lerobot_policy(folder, settings=settings))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -27,7 +27,7 @@ from robopolicy.core.policy import TensorObservation, to_tensors
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
 from robopolicy.core.storage import read_json, write_json
-from robopolicy.nn.pretrained import quiet
+from robopolicy.nn.pretrained import quiet_logger
 from robopolicy.runs import is_complete, output
 from robopolicy.verbs import collect, evaluate, finetune, teach, train
 from robopolicy.verbs.bench import Benchmark, Table
@@ -196,7 +196,7 @@ def lerobots_chunk(checkpoint: Path, observation: TensorObservation, noise: Tens
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-    with quiet():
+    with quiet_logger():
         config: Any = PreTrainedConfig.from_pretrained(checkpoint)
         policy: Any = get_policy_class(config.type).from_pretrained(checkpoint)
         preprocess, postprocess = make_pre_post_processors(config, str(checkpoint))

@@ -12,7 +12,7 @@ from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.policies.abilities import Tunable
-from robopolicy.policies.denoising import score_alike
+from robopolicy.policies.denoising import share_scored_steps
 from robopolicy.rl.preferences import read_pairs
 from robopolicy.rl.registry import Need
 from robopolicy.runs import default_path
@@ -71,7 +71,7 @@ def teacher_of(config: Config, folder: Path, world: World, policy: Trainable | N
         return teacher  # it is asked what it would do, as it is
     if isinstance(teacher, Tunable):
         teacher = teacher.tuned_by(config.lerobot).to_trainable()
-    score_alike(teacher, policy)
+    share_scored_steps(teacher, policy)
     return teacher
 
 

@@ -22,7 +22,7 @@ from robopolicy.nn.branches import Blocks
 from robopolicy.policies.abilities import Denoises
 from robopolicy.policies.denoising import DenoisingPolicy, require_denoising
 from robopolicy.policies.network import ChunkNetwork, DenoisingNetwork, learns_noise
-from robopolicy.policies.sampler import draw
+from robopolicy.policies.sampler import draw_noise
 from worldmodels.protocol import Cacheable, ChunkModel
 from worldmodels.starts import context_at
 
@@ -185,7 +185,7 @@ def _run(
         first = int((times > schedule.times[policy.first_step] + 1e-6).sum())
     shape = (len(features), *policy.noise_shape)
     config = policy.config
-    draws = draw(
+    draws = draw_noise(
         schedule,
         shape,
         generator,

@@ -23,7 +23,7 @@ from robopolicy.inference.samplers import Predicts
 from robopolicy.nn.branches import Caching
 from robopolicy.policies.denoising import DenoisingPolicy, require_denoising
 from robopolicy.policies.network import ChunkNetwork, Condition, DenoisingNetwork, rows_in
-from robopolicy.policies.sampler import Draws
+from robopolicy.policies.sampler import NoiseDraws
 
 UNROLLED = 20
 """Maximum number of steps compiled as one program; compile time grows with them."""
@@ -110,7 +110,7 @@ class CompiledDenoising(LeanDenoising):
 
         return at_work
 
-    def _chain(self, quiet: bool, condition: Condition, before: Condition, draws: Draws) -> Tensor:
+    def _chain(self, quiet: bool, condition: Condition, before: Condition, draws: NoiseDraws) -> Tensor:
         if draws.quiet is not None:  # which rows are noise-free is drawn: nothing to unroll
             return super()._chain(quiet, condition, before, draws)
         rows, same_condition = rows_in(condition), before is condition
@@ -121,7 +121,7 @@ class CompiledDenoising(LeanDenoising):
                 late_condition if same_condition else {name: filled(value, size) for name, value in before.items()}
             )
             steps = None if draws.steps is None else filled(draws.steps, size, 1)
-            return super()._chain(quiet, late_condition, early_condition, Draws(filled(draws.start, size), steps))[
+            return super()._chain(quiet, late_condition, early_condition, NoiseDraws(filled(draws.start, size), steps))[
                 :rows
             ]
         values = [*condition.values(), *(() if same_condition else before.values()), draws.start]
@@ -142,7 +142,7 @@ class CompiledDenoising(LeanDenoising):
             arguments = iter(inputs)
             condition = {name: next(arguments) for name in names[0]}
             before = {name: next(arguments) for name in names[1]} or condition
-            return lean(quiet, condition, before, Draws(next(arguments), next(arguments, None)))
+            return lean(quiet, condition, before, NoiseDraws(next(arguments), next(arguments, None)))
 
         return chain
 

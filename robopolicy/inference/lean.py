@@ -44,7 +44,7 @@ from robopolicy.policies.network import (
     rows_in,
     steps_of,
 )
-from robopolicy.policies.sampler import Draws, draw
+from robopolicy.policies.sampler import NoiseDraws, draw_noise
 from robopolicy.policies.token.decoding import Prompt
 from robopolicy.policies.token.policy import TokenPolicy
 
@@ -152,13 +152,13 @@ class LeanDenoising:
         """Return the clean latents [B, P, A] of a policy call."""
         policy, noise_free = self.policy, deterministic or self.policy.scored_by_matching
         condition, before = self._conditions(observation)
-        if noise_free:  # what `draw` draws for it
+        if noise_free:  # what `draw_noise` draws for it
             shape = rows_in(condition), *self._noise_shape
-            final = self._chain(True, condition, before, Draws(normal(shape, generator, self._device)))
+            final = self._chain(True, condition, before, NoiseDraws(normal(shape, generator, self._device)))
             if policy.scored_by_matching:  # the next decision's noise is that of the policy itself
                 matching_latents(final, policy.schedule, policy.config.matching_samples, generator)
             return final
-        draws = draw(
+        draws = draw_noise(
             policy.schedule,
             (rows_in(condition), *policy.noise_shape),
             generator,
@@ -175,7 +175,7 @@ class LeanDenoising:
     def from_noise(self, observation: TensorObservation, noise: Tensor) -> Tensor:
         """Return the executed actions [B, C, A] for noise [B, P, A], noise-free; see `core.policy.ActsFromNoise`."""
         condition, before = self._conditions(observation)
-        return self.policy.to_actions(self._chain(True, condition, before, Draws(noise)))
+        return self.policy.to_actions(self._chain(True, condition, before, NoiseDraws(noise)))
 
     def _conditions(self, observation: TensorObservation) -> tuple[Condition, Condition]:
         """Return the network's condition for an observation, and that of the frozen base for its steps."""
@@ -186,7 +186,7 @@ class LeanDenoising:
             return condition, policy.base.encode(observation)
         return condition, condition
 
-    def _chain(self, quiet: bool, condition: Condition, before: Condition, draws: Draws) -> Tensor:
+    def _chain(self, quiet: bool, condition: Condition, before: Condition, draws: NoiseDraws) -> Tensor:
         """Return clean latents [B, P, A]; quiet: noise-free; before: condition of the frozen base's steps."""
         sampler = self.samplers[quiet]
         leading, main_network, first = self._at[quiet]
@@ -208,7 +208,9 @@ class LeanDenoising:
         noise_std = cast(LearnsNoise, network).noise_std(policy.schedule.times[first:], condition).transpose(0, 1)
         return torch.cat([stds[:first].expand(-1, *noise_std.shape[1:]), noise_std])
 
-    def _quiet_steps(self, sampler: Sampler, draws: Draws, noise: Tensor) -> Mapping[int, tuple[Tensor, Tensor]] | None:
+    def _quiet_steps(
+        self, sampler: Sampler, draws: NoiseDraws, noise: Tensor
+    ) -> Mapping[int, tuple[Tensor, Tensor]] | None:
         """Return the weights of x and clean for the steps in which some rows or elements are noise-free.
 
         Sets their `noise` [K, B, P, A] to 0.
@@ -484,7 +486,7 @@ class LeanTokens:
         policy = self.policy
         embedded, texts = policy.embed(observation), policy.texts(observation)
         prompt = Prompt(self._reading(texts, embedded.device), embedded)
-        return Decision(policy.say(prompt, generator, deterministic=deterministic).actions)
+        return Decision(policy.generate_actions(prompt, generator, deterministic=deterministic).actions)
 
     def _reading(self, texts: list[str], device: torch.device) -> Reading:
         """Return the cached instructions of N rows, to be extended in one policy call."""

@@ -31,7 +31,7 @@ from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhea
 from robopolicy.nn.denoisers import given_steps
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
 from robopolicy.policies.denoising import DenoisingPolicy, OpensDenoising, require_denoising
-from robopolicy.policies.latents import OwnLatents
+from robopolicy.policies.latents import CustomLatents
 from robopolicy.policies.network import PrefixedSteps, Steps
 
 OF_AN_ENGINE = "For a policy with an inference engine set engine=reference."
@@ -125,7 +125,7 @@ def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobi
         f"{type(policy).__name__}: choose synchronous, or prefetch, ensembling or bidirectional if it predicts more "
         f"steps than it executes. {OF_AN_ENGINE}",
     )
-    if isinstance(denoising_policy.network, OwnLatents) and not denoising_policy.network.denoises_actions:
+    if isinstance(denoising_policy.network, CustomLatents) and not denoising_policy.network.denoises_actions:
         raise ConfigError(
             "Real-time chunking guides normalised actions, but the latents of this policy's network are not actions "
             "(e.g. gripper logits): choose prefetch, ensembling, bidirectional or synchronous."
@@ -172,7 +172,7 @@ class Inpainted:
         weights = weights * underway.known[:, None]
         if not bool(weights.any()):
             return policy.predict(observation, generator, deterministic=deterministic)
-        latent_network = policy.network if isinstance(policy.network, OwnLatents) else None
+        latent_network = policy.network if isinstance(policy.network, CustomLatents) else None
         latents = (
             latent_network.to_latents(underway.rest) if latent_network else policy.action_normalizer(underway.rest)
         )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError, RobopolicyWarning, require_extra
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.nn.configuration import Optimiser
 
 NOTHING_TO_TRAIN = "There are no parameters to train: every parameter is frozen."
@@ -155,20 +156,20 @@ class MasterAdamW(torch.optim.AdamW):
             self.state[parameter][self.MASTER] = master
 
 
-Kept = list[tuple[Tensor, Tensor | None]]
+SavedWeights = list[tuple[Tensor, Tensor | None]]
 """(weight, fp32 master copy or None) of every parameter."""
 
 
-def keep_weights(optimiser: torch.optim.Optimizer) -> Kept:
-    """Save weights [*shape] and their fp32 copies, so that `put_back` can undo the optimiser's next step."""
+def save_weights(optimiser: torch.optim.Optimizer) -> SavedWeights:
+    """Save weights [*shape] and their fp32 copies, so that `restore_weights` can undo the optimiser's next step."""
     return [
         (weight.detach().clone(), optimiser.state.get(weight, {}).get(MasterAdamW.MASTER))
         for weight in _parameters(optimiser)
     ]
 
 
-def kept_bytes(kind: Optimiser, weights: Iterable[nn.Parameter]) -> int:
-    """Return the maximum bytes used by `keep_weights`."""
+def saved_weights_bytes(kind: Optimiser, weights: Iterable[nn.Parameter]) -> int:
+    """Return the maximum bytes used by `save_weights`."""
     return sum(
         (weight.element_size() + (4 if kind == "adamw" and weight.dtype is torch.bfloat16 else 0)) * weight.numel()
         for weight in weights
@@ -176,8 +177,8 @@ def kept_bytes(kind: Optimiser, weights: Iterable[nn.Parameter]) -> int:
 
 
 @torch.no_grad()
-def put_back(optimiser: torch.optim.Optimizer, kept: Kept) -> None:
-    """Restore the optimiser's weights [*shape] saved by `keep_weights`; its moments are unchanged.
+def restore_weights(optimiser: torch.optim.Optimizer, kept: SavedWeights) -> None:
+    """Restore the optimiser's weights [*shape] saved by `save_weights`; its moments are unchanged.
 
     The fp32 copies are restored too: otherwise a step too small to survive rounding would remain in them, and a larger
     one would reset them.
@@ -211,3 +212,14 @@ def require_finite(name: str, value: Tensor, where: str) -> None:
 
 def _parameters(optimiser: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimiser.param_groups for parameter in group["params"]]
+
+
+keep_former_names(
+    __name__,
+    {
+        "Kept": "SavedWeights",
+        "keep_weights": "save_weights",
+        "kept_bytes": "saved_weights_bytes",
+        "put_back": "restore_weights",
+    },
+)

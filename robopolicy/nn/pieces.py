@@ -1,6 +1,6 @@
 """Micro-batching: full-minibatch losses and gradients with the activation memory of one micro-batch.
 
-    with in_pieces(16):
+    with in_micro_batches(16):
         scores = scores_of(policy, observation, latents)  # of 256 decisions, 16 at a time
         loss(scores).backward()
 
@@ -23,15 +23,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from robopolicy.core.arrays import is_mapping
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import ScoredPolicy, Scores, TensorObservation, Trainable
-from robopolicy.nn.precision import computing_again, is_lowered
+from robopolicy.nn.precision import is_lowered, recomputing
 
 _at_once: ContextVar[int] = ContextVar("rows computed at once", default=0)
 _minibatch: ContextVar[int] = ContextVar("rows of a minibatch", default=0)
 
 
 @contextmanager
-def in_pieces(rows: int) -> Iterator[None]:
+def in_micro_batches(rows: int) -> Iterator[None]:
     """Limit `scores_of`, `loss_of` and `values_of` to micro-batches of at most `rows` rows in this thread; 0 disables
     it.
     """
@@ -62,7 +63,7 @@ def rows_at_once(most: int) -> int:
     return min(each for each in (most, _at_once.get(), _minibatch.get()) if each)
 
 
-def pieces(rows: int, at_once: int) -> list[slice]:
+def micro_batches(rows: int, at_once: int) -> list[slice]:
     """Return slices that split `rows` rows into micro-batches of at most `at_once`."""
     return [slice(first, first + at_once) for first in range(0, rows, at_once)]
 
@@ -70,7 +71,7 @@ def pieces(rows: int, at_once: int) -> list[slice]:
 def _parts(rows: Sized) -> list[slice]:
     """Return the micro-batch slices of N rows; empty if they are computed together."""
     at_once = _at_once.get()
-    return pieces(len(rows), at_once) if 0 < at_once < len(rows) else []
+    return micro_batches(len(rows), at_once) if 0 < at_once < len(rows) else []
 
 
 def take(batch: Any, part: slice) -> Any:
@@ -86,7 +87,7 @@ def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     lowered = is_lowered()
     return checkpoint(
-        function, *arguments, use_reentrant=False, context_fn=lambda: (nullcontext(), computing_again(lowered))
+        function, *arguments, use_reentrant=False, context_fn=lambda: (nullcontext(), recomputing(lowered))
     )
 
 
@@ -131,3 +132,6 @@ def values_of(critic: Callable[[Mapping[str, Any]], Tensor], observation: Mappin
     if not parts:
         return critic(observation)
     return torch.cat([recomputed(critic, take(observation, part)) for part in parts])
+
+
+keep_former_names(__name__, {"in_pieces": "in_micro_batches", "pieces": "micro_batches"})

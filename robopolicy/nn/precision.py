@@ -5,7 +5,8 @@ weights, gradients, Adam's moments, sums of log-probabilities, advantages and lo
 of matrix multiplications differs, which are most of the computation.
 
 - fp32: nothing differs.
-- bf16: networks that go through `multiplied` run in bfloat16 (denoisers between noisy actions and prediction, the
+- bf16: networks that go through `run_in_training_precision` run in bfloat16 (denoisers between noisy actions and
+prediction, the
   hidden layers of critics; our encoders of observations do not), and so do the transformers of `lowering`: language
   models with what they see, LeRobot's encoders, whose keys and values are then kept in bfloat16. Heads of tokens are
   fp32, backward passes follow. A policy acts and is scored through the same calls, so ratios still begin at 1: exactly
@@ -25,8 +26,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.nn.configuration import LearningPrecision, Precision
-from robopolicy.nn.shapes import META, NumberlessAutocast
+from robopolicy.nn.shapes import META, MetaAutocast
 
 ROUNDING = 2**-5
 """Tolerance for log-probabilities, averaged over elements, due to bfloat16."""
@@ -75,8 +77,8 @@ def require_precision(precision: LearningPrecision, device: torch.device) -> Non
 
 
 @contextmanager
-def learning_in(precision: LearningPrecision) -> Iterator[None]:
-    """Context in which `multiplied` uses this precision, in the current thread."""
+def training_precision(precision: LearningPrecision) -> Iterator[None]:
+    """Context in which `run_in_training_precision` uses this precision, in the current thread."""
     token = _lowered.set(precision == "bf16")
     try:
         yield
@@ -100,11 +102,11 @@ def tolerance_in(precision: LearningPrecision, tolerance: float, categorical: bo
 
 
 def is_lowered() -> bool:
-    """Whether `multiplied` currently uses bfloat16."""
+    """Whether `run_in_training_precision` currently uses bfloat16."""
     return _lowered.get()
 
 
-def multiplied(network: Callable[[], Tensor], device: torch.device) -> Tensor:
+def run_in_training_precision(network: Callable[[], Tensor], device: torch.device) -> Tensor:
     """Run a network on `device` in the run's training precision; the output [...] is always fp32.
 
     The output is converted to fp32 at once, because a bfloat16 prediction combined with a schedule's scalars would stay
@@ -120,18 +122,19 @@ def lowering(device: torch.device) -> AbstractContextManager[object]:
     """Return the autocast context for `device` in the run's training precision."""
     if not _lowered.get():
         return nullcontext()
-    return NumberlessAutocast() if device == META else torch.autocast(device.type, torch.bfloat16)
+    return MetaAutocast() if device == META else torch.autocast(device.type, torch.bfloat16)
 
 
-def to_keep(made: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def cast_for_cache(made: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Convert outputs computed within `lowering`, name -> [N, ...], for storage: bfloat16, which halves the memory."""
     if not _lowered.get():
         return made
     return {name: value.bfloat16() if value.is_floating_point() else value for name, value in made.items()}
 
 
-def as_kept(made: Mapping[str, Tensor], network: nn.Module) -> Mapping[str, Tensor]:
-    """Convert stored outputs of `to_keep`, name -> [N, ...], for use by a network: to fp32 unless precision is lowered.
+def as_cached(made: Mapping[str, Tensor], network: nn.Module) -> Mapping[str, Tensor]:
+    """Convert stored outputs of `cast_for_cache`, name -> [N, ...], for use by a network: to fp32 unless precision is
+    lowered.
 
     A network with bfloat16 weights produced bfloat16 itself and gets it back unchanged.
     """
@@ -140,17 +143,17 @@ def as_kept(made: Mapping[str, Tensor], network: nn.Module) -> Mapping[str, Tens
     return {name: value.float() if value.dtype is torch.bfloat16 else value for name, value in made.items()}
 
 
-def backward_in(precision: LearningPrecision) -> AbstractContextManager[object]:
+def backward_precision(precision: LearningPrecision) -> AbstractContextManager[object]:
     """Return the context for `loss.backward()`; with bf16 its matrix products follow the forward pass automatically."""
     return _BackwardProducts() if precision == "bf16_backward" else nullcontext()
 
 
 @contextmanager
-def computing_again(lowered: bool) -> Iterator[None]:
+def recomputing(lowered: bool) -> Iterator[None]:
     """Context for recomputing a forward pass during backward, with the precision of the original pass in any thread.
 
-    CUDA runs backward in a separate thread without the lowered setting. `backward_in` lowers gradient products only,
-    not these recomputed ones.
+    CUDA runs backward in a separate thread without the lowered setting. `backward_precision` lowers gradient products
+    only, not these recomputed ones.
     """
     tokens = _lowered.set(lowered), _again.set(True)
     try:
@@ -175,3 +178,16 @@ class _BackwardProducts(TorchDispatchMode):
 
 def _cpu_multiplies() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+keep_former_names(
+    __name__,
+    {
+        "multiplied": "run_in_training_precision",
+        "learning_in": "training_precision",
+        "to_keep": "cast_for_cache",
+        "as_kept": "as_cached",
+        "backward_in": "backward_precision",
+        "computing_again": "recomputing",
+    },
+)

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.errors import CheckpointError, ConfigError, require_extra
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.storage import read_object
 from robopolicy.nn.language import EXTRA, PretrainedTokenizer
@@ -62,7 +63,7 @@ def pretrained_vision_language(
     transformers = require_extra("transformers", EXTRA)
     require_transformers("token.vision=checkpoint")
     config = pretrained_config(name)
-    if not sees(config):
+    if not is_vision_language(config):
         raise ConfigError(
             f"token.model={name} is a {config.model_type} checkpoint, which reads no images: set "
             "token.vision=patches, or choose a vision-language model (such as SmolVLM, Qwen2.5-VL or PaliGemma)."
@@ -84,7 +85,7 @@ def pretrained_config(name: str) -> "PreTrainedConfig":
     return config
 
 
-def sees(config: "PreTrainedConfig") -> bool:
+def is_vision_language(config: "PreTrainedConfig") -> bool:
     """Whether a config belongs to a vision-language model."""
     return type(config) in require_extra("transformers", EXTRA).MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -102,7 +103,7 @@ def require_transformers(what: str) -> None:
 
 
 @contextmanager
-def quiet(name: str = "transformers") -> Iterator[None]:
+def quiet_logger(name: str = "transformers") -> Iterator[None]:
     """Restrict a library's log to errors; name: of its logger, "" for libraries that log without a name."""
     chatter = logging.getLogger(name)
     level = chatter.level
@@ -121,7 +122,7 @@ def _loading(name: str, parts: str) -> Iterator[None]:
             f"token.model={name}: this folder does not exist. Use a folder written by save_pretrained ({parts})."
         )
     try:
-        with quiet():
+        with quiet_logger():
             yield
     except (OSError, ValueError, KeyError, TypeError, ImportError, CheckpointError, SafetensorError) as error:
         message = " ".join(
@@ -180,7 +181,7 @@ def _require_processor(processor: Any, name: str) -> None:
         )
 
 
-def described_backbone(description: Mapping[str, Any]) -> "PreTrainedModel":
+def build_described_backbone(description: Mapping[str, Any]) -> "PreTrainedModel":
     """Build a backbone with random weights from `backbone.config.to_dict()`; nothing is downloaded.
 
     Raises ConfigError without the extra; CheckpointError when the description requires code outside transformers or has
@@ -190,7 +191,7 @@ def described_backbone(description: Mapping[str, Any]) -> "PreTrainedModel":
     _require_plain(description, "The backbone")
     _require_sizes(description, "The backbone")
     settings = dict(description)
-    with offline():
+    with hub_offline():
         config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         return transformers.AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
@@ -221,12 +222,12 @@ def _load_saved(loader: Any, folder: Path, what: str) -> Any:
         raise CheckpointError(f"{folder} does not exist: the policy's {what} is missing.")
     for path in sorted(folder.glob("*config.json")):
         _require_plain(read_object(path), str(path))
-    with offline():
+    with hub_offline():
         return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 @contextmanager
-def offline() -> Iterator[None]:
+def hub_offline() -> Iterator[None]:
     """Context in which the Hugging Face hub is unreachable and its libraries reject custom code instead of
     prompting.
     """
@@ -281,3 +282,14 @@ def _require_attention(name: str, value: Any, where: str) -> None:
             f"{where} sets {name}={str(value)[:80]}, which could be code from a hub: choose one of "
             f"{', '.join(filter(None, ATTENTION))}."
         )
+
+
+keep_former_names(
+    __name__,
+    {
+        "sees": "is_vision_language",
+        "quiet": "quiet_logger",
+        "offline": "hub_offline",
+        "described_backbone": "build_described_backbone",
+    },
+)

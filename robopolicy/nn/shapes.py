@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from robopolicy.core.former_names import keep_former_names
+
 META = torch.device("meta")
 LARGE = 1 << 14
 """Number of elements from which on a floating-point tensor is created without values."""
@@ -52,7 +54,7 @@ class _Numberless(TorchDispatchMode):
         return args[0] if func._schema.is_mutable and isinstance(args[0], Tensor) else result
 
 
-class NumberlessAutocast(TorchFunctionMode):
+class MetaAutocast(TorchFunctionMode):
     """torch.autocast to bfloat16 for meta tensors, whose device does not support it: inputs of matrix products become
     bfloat16.
     """
@@ -88,3 +90,6 @@ def _made(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _numberless(item: Any) -> Any:
     return item.to(META) if isinstance(item, Tensor) and item.device != META else item
+
+
+keep_former_names(__name__, {"NumberlessAutocast": "MetaAutocast"})

@@ -12,26 +12,27 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.modules import Weights
 
 
-def copied[Held: Weights](module: Held) -> Held:
+def copy_trainable[Held: Weights](module: Held) -> Held:
     """Return a copy with separate trainable weights and shared frozen weights."""
     return copy.deepcopy(module, {id(weight): weight for weight in module.parameters() if not weight.requires_grad})
 
 
-def learned(module: Weights) -> dict[str, Tensor]:
+def trainable_state(module: Weights) -> dict[str, Tensor]:
     """Return the part of `module.state_dict()` that fine-tuning may change, name -> [...]: all but frozen weights.
 
-    Restored by `load_learned`.
+    Restored by `load_trainable_state`.
     """
     frozen_names = _resting(module)
     return {name: value for name, value in module.state_dict().items() if name not in frozen_names}
 
 
-def load_learned(module: Weights, weights: Mapping[str, Tensor]) -> None:
-    """Load the output of `learned`, name -> [...], into `module`; raises KeyError unless it matches all trainable
-    weights.
+def load_trainable_state(module: Weights, weights: Mapping[str, Tensor]) -> None:
+    """Load the output of `trainable_state`, name -> [...], into `module`; raises KeyError unless it matches all
+    trainable weights.
     """
     missing_keys, unexpected_keys = module.load_state_dict(weights, strict=False)
     if wrong_keys := sorted({*missing_keys} - _resting(module)) + sorted(unexpected_keys):
@@ -43,7 +44,7 @@ def _resting(module: Weights) -> set[str]:
 
 
 @torch.no_grad()
-def share(module: Weights, other: Weights) -> None:
+def share_frozen(module: Weights, other: Weights) -> None:
     """Let weights of `other` that equal frozen weights of `module` share their memory."""
     weights_of_kind: dict[tuple[torch.Size, torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
     for weight in module.parameters():
@@ -55,3 +56,14 @@ def share(module: Weights, other: Weights) -> None:
         index = next((place for place, each in enumerate(candidates) if torch.equal(each, weight)), None)
         if index is not None:
             weight.data = candidates.pop(index).data
+
+
+keep_former_names(
+    __name__,
+    {
+        "copied": "copy_trainable",
+        "learned": "trainable_state",
+        "load_learned": "load_trainable_state",
+        "share": "share_frozen",
+    },
+)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import ConvertibleToTrainable, Policy, Trainable
 from robopolicy.core.spec import WorldSpec
 from robopolicy.nn.schedules import Schedule
@@ -32,7 +33,7 @@ class Tunable(ConvertibleToTrainable, Protocol):
 
 
 @runtime_checkable
-class HoldsModule(Protocol):
+class WrapsModule(Protocol):
     """A policy that wraps an nn.Module instead of being one."""
 
     @property
@@ -42,20 +43,21 @@ class HoldsModule(Protocol):
 
 
 @runtime_checkable
-class BeganElsewhere(Protocol):
+class IsPretrained(Protocol):
     """A policy, or its settings, that declares whether its weights were pretrained elsewhere; such weights may be
     large.
     """
 
     @property
-    def began_elsewhere(self) -> bool:
+    def is_pretrained(self) -> bool:
         """Whether the weights were pretrained elsewhere."""
         ...
 
 
-def began_elsewhere(policy: object) -> bool:
+def is_pretrained(policy: object) -> bool:
     """Whether a policy, or its settings, starts from weights that were pretrained elsewhere."""
-    return isinstance(policy, BeganElsewhere) and policy.began_elsewhere
+    former = getattr(policy, "began_elsewhere", False)  # the member's name before version 0.2
+    return bool(policy.is_pretrained if isinstance(policy, IsPretrained) else former)
 
 
 @runtime_checkable
@@ -69,7 +71,7 @@ class DescribesReading(Protocol):
 
 
 @runtime_checkable
-class LearnsPast(Protocol):
+class PredictsFromPast(Protocol):
     """A policy whose predicted chunk starts before the first executed step."""
 
     @property
@@ -81,7 +83,7 @@ class LearnsPast(Protocol):
 
 
 @runtime_checkable
-class LeavesBase(Protocol):
+class SeparatesBase(Protocol):
     """A policy that may have been fine-tuned over a frozen base, and can be converted to one without."""
 
     @property
@@ -118,3 +120,15 @@ class Denoises(Policy, Protocol):
         supported.
         """
         ...
+
+
+keep_former_names(
+    __name__,
+    {
+        "BeganElsewhere": "IsPretrained",
+        "began_elsewhere": "is_pretrained",
+        "HoldsModule": "WrapsModule",
+        "LearnsPast": "PredictsFromPast",
+        "LeavesBase": "SeparatesBase",
+    },
+)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.checkpoints import read_weights, require_format, restoring
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, SpecError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import Decision, Policy, Scores, SupportsLora, TensorObservation, is_condition
 from robopolicy.core.spec import Field, PolicySpec, WorldSpec, validate_observation
@@ -25,13 +26,13 @@ from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
 from robopolicy.nn.denoisers import draw_counts, given_steps, with_prefix
 from robopolicy.nn.normalizer import ACTION, Normalizer, ShowsNormalizers, fit_normalizers
-from robopolicy.nn.precision import as_kept, multiplied
+from robopolicy.nn.precision import as_cached, run_in_training_precision
 from robopolicy.nn.schedules import Schedule
-from robopolicy.policies.abilities import MapsFeatures, began_elsewhere
+from robopolicy.policies.abilities import MapsFeatures, is_pretrained
 from robopolicy.policies.checkpoint import save_policy, saved_fields
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.interface import check_predicted, in_range, register_range, select_fields
-from robopolicy.policies.latents import OwnLatents, executed_part, size_of_latents, step_errors
+from robopolicy.policies.latents import CustomLatents, executed_slice, latent_size_of, step_errors
 from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, noisy_actions, reduce_logp
 from robopolicy.policies.network import (
     ChunkNetwork,
@@ -55,14 +56,14 @@ from robopolicy.policies.network import (
 )
 from robopolicy.policies.sampler import (
     Chain,
-    Draws,
-    Kept,
-    choices,
-    draw,
+    NoiseDraws,
+    ResumedSteps,
+    draw_noise,
     finish_chain,
     how_to_explore,
     make_schedule,
     sample_chain,
+    sampled_steps_mask,
     trajectory,
 )
 from robopolicy.policies.steps import denoising_steps
@@ -127,12 +128,12 @@ class DenoisingPolicy(nn.Module):
                 torch.manual_seed(seed)
                 network = ChunkNetwork(config, self.fields, action.size, self.instructions)
         check_network(network, config)
-        if isinstance(network, OwnLatents):
+        if isinstance(network, CustomLatents):
             self.schedule = network.schedule(config)
         self.network: DenoisingNetwork = network
-        self._own = (network,) if isinstance(network, OwnLatents) else ()  # a tuple: it is a submodule already
-        self.part = executed_part(network, config, action.size)
-        self.latent_size = size_of_latents(network, action.size)
+        self._own = (network,) if isinstance(network, CustomLatents) else ()  # a tuple: it is a submodule already
+        self.part = executed_slice(network, config, action.size)
+        self.latent_size = latent_size_of(network, action.size)
         self.base: DenoisingNetwork | None = None
         self._prepared = False
         self.finetuned_steps = self.schedule.steps
@@ -186,7 +187,7 @@ class DenoisingPolicy(nn.Module):
 
     @property
     def past_steps(self) -> int:
-        """Number of predicted steps before the first executed one; see `abilities.LearnsPast`."""
+        """Number of predicted steps before the first executed one; see `abilities.PredictsFromPast`."""
         return self.part.first
 
     @property
@@ -245,7 +246,7 @@ class DenoisingPolicy(nn.Module):
             raise ConfigError(
                 "likelihood=matching stores no denoising chains to continue from: set branch_sampling_step=null."
             )
-        return self._act(observation, generator, False, Kept(latents["chain"], count))
+        return self._act(observation, generator, False, ResumedSteps(latents["chain"], count))
 
     @torch.no_grad()
     def predict(
@@ -358,7 +359,7 @@ class DenoisingPolicy(nn.Module):
             noisy = with_prefix(noisy, clean, count.to(clean.device))
             valid = valid & ~given_steps(count.to(valid.device), valid.shape[1])
         inputs = noisy, times, condition, generator
-        prediction = multiplied(lambda: denoise_in_loss(self.network, *inputs), noisy.device)
+        prediction = run_in_training_precision(lambda: denoise_in_loss(self.network, *inputs), noisy.device)
         error = step_errors(self.network, self.action.size, prediction, self.schedule.target(clean, noise, level))
         weight = valid.to(error.dtype)
         # The mean over a row's valid steps first: a sample counts once, however much of its chunk is padding.
@@ -472,7 +473,11 @@ class DenoisingPolicy(nn.Module):
         return read_weights(policy, folder, device)
 
     def _act(
-        self, observation: TensorObservation, generator: torch.Generator, deterministic: bool, kept: Kept | None = None
+        self,
+        observation: TensorObservation,
+        generator: torch.Generator,
+        deterministic: bool,
+        kept: ResumedSteps | None = None,
     ) -> Decision:
         """Encode, draw noise, run the chain and compute its log-probability. kept: latents taken from earlier
         chains.
@@ -483,7 +488,7 @@ class DenoisingPolicy(nn.Module):
         latents = self._latents(chain, condition, generator)
         if self.scored_by_matching:
             return self._matched(actions, latents, condition, deterministic)
-        mask = choices(self.schedule, self.first_step, draws, kept)
+        mask = sampled_steps_mask(self.schedule, self.first_step, draws, kept)
         logp = torch.zeros(mask.shape, device=actions.device)
         if not deterministic:
             # By the very Gaussians that were sampled from: before an update `log_prob` gives the same numbers.
@@ -496,14 +501,14 @@ class DenoisingPolicy(nn.Module):
         condition: Condition,
         generator: torch.Generator,
         deterministic: bool,
-        kept: Kept | None = None,
+        kept: ResumedSteps | None = None,
         guided: Guided | None = None,
-    ) -> tuple[Chain, Draws]:
+    ) -> tuple[Chain, NoiseDraws]:
         """Draw noise and run the chain under `condition`, the encoded observation."""
         config, network = self.config, self.network
         schedule, first = self.schedule, self.first_step
         batch, device = rows_in(condition), next(iter(condition.values())).device
-        draws = draw(
+        draws = draw_noise(
             schedule,
             (batch, *self.noise_shape),
             generator,
@@ -563,7 +568,7 @@ class DenoisingPolicy(nn.Module):
         if self.caches_condition:
             cached_condition = {name: value for name, value in latents.items() if is_condition(name)}
             if cached_condition:
-                return as_kept(cached_condition, cast(nn.Module, self.network))
+                return as_cached(cached_condition, cast(nn.Module, self.network))
         return self.encode(observation, generator)
 
 
@@ -583,7 +588,7 @@ def require_denoising(policy: object, otherwise: str) -> DenoisingPolicy:
     return policy
 
 
-def score_alike(teacher: Policy, policy: Policy | None) -> None:
+def share_scored_steps(teacher: Policy, policy: Policy | None) -> None:
     """Set up a teacher without fine-tuning to compute log-probabilities of the same steps as `policy`, if their step
     counts match.
     """
@@ -593,3 +598,6 @@ def score_alike(teacher: Policy, policy: Policy | None) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RobopolicyWarning)  # of what is saved: a teacher is not
             teacher.prepare_finetuning(policy.finetuned_steps)
+
+
+keep_former_names(__name__, {"score_alike": "share_scored_steps"})

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.finite_values import join_names
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import TASK, Field, check_finite
 
@@ -30,7 +31,7 @@ def select_fields(keys: tuple[str, ...], observation: Mapping[str, Field]) -> di
     return {key: fields[key] for key in (keys or fields)}
 
 
-def given_instructions(observation: TensorObservation, rows: int, known: Sequence[str]) -> list[str]:
+def instructions_or_default(observation: TensorObservation, rows: int, known: Sequence[str]) -> list[str]:
     """Return the instruction of each of `rows` observations; a missing or empty one defaults to the single one in
     `known`.
 
@@ -95,3 +96,6 @@ def in_range(actions: Tensor, low: Tensor, high: Tensor) -> Tensor:
     actions = actions.clamp(low, high)
     check_finite("actions", actions)
     return actions
+
+
+keep_former_names(__name__, {"given_instructions": "instructions_or_default"})

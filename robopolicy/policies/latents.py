@@ -11,12 +11,13 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.nn.schedules import Schedule
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 
 
 @dataclass(frozen=True)
-class Executed:
+class ExecutedSlice:
     """Executed part of latents [..., P, L]: steps [first, first + count), first `size` elements."""
 
     first: int
@@ -95,18 +96,29 @@ class OwnLatents(Protocol):
         ...
 
 
-def executed_part(network: object, config: DenoisingPolicyConfig, action_size: int) -> Executed:
+def executed_slice(network: object, config: DenoisingPolicyConfig, action_size: int) -> ExecutedSlice:
     """Return the executed part of the network's latents."""
-    return Executed(network.first_step if isinstance(network, OwnLatents) else 0, config.chunk, action_size)
+    return ExecutedSlice(network.first_step if isinstance(network, CustomLatents) else 0, config.chunk, action_size)
 
 
-def size_of_latents(network: object, action_size: int) -> int:
+def latent_size_of(network: object, action_size: int) -> int:
     """Return L, the size of one latent."""
-    return network.latent_size if isinstance(network, OwnLatents) else action_size
+    return network.latent_size if isinstance(network, CustomLatents) else action_size
 
 
 def step_errors(network: object, size: int, prediction: Tensor, target: Tensor) -> Tensor:
     """Return the error of each predicted step, [N, P], for predictions and targets [N, P, L]; size: A."""
-    if isinstance(network, OwnLatents):
+    if isinstance(network, CustomLatents):
         return network.errors(prediction, target)
     return (prediction - target)[..., :size].square().mean(-1)
+
+
+keep_former_names(
+    __name__,
+    {
+        "Executed": "ExecutedSlice",
+        "executed_part": "executed_slice",
+        "OwnLatents": "CustomLatents",
+        "size_of_latents": "latent_size_of",
+    },
+)

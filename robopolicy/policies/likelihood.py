@@ -16,10 +16,10 @@ from torch import Tensor
 
 from robopolicy.core.policy import Scores
 from robopolicy.core.randomness import normal
-from robopolicy.nn.precision import multiplied
+from robopolicy.nn.precision import run_in_training_precision
 from robopolicy.nn.schedules import NoiseSchedule, Normal, Schedule
 from robopolicy.policies.configuration import DenoisingPolicyConfig, LogpReduction
-from robopolicy.policies.latents import Executed
+from robopolicy.policies.latents import ExecutedSlice
 from robopolicy.policies.network import Condition, DenoisingNetwork, LearnsNoise, learns_noise, repeat_rows, steps_of
 
 
@@ -30,7 +30,7 @@ def chain_scores(
     network: DenoisingNetwork,
     condition: Condition,
     latents: Mapping[str, Tensor],
-    part: Executed,
+    part: ExecutedSlice,
 ) -> Scores:
     """Compute log-probabilities of recorded chains: all steps of all rows in one batch, differentiable in the network's
     weights.
@@ -73,7 +73,7 @@ def chain_scores(
 
 
 def reduce_logp(
-    config: DenoisingPolicyConfig, normal: Normal, value: Tensor, executed: Tensor | None, part: Executed
+    config: DenoisingPolicyConfig, normal: Normal, value: Tensor, executed: Tensor | None, part: ExecutedSlice
 ) -> tuple[Tensor, Tensor]:
     """Reduce the log-density of latents [N, K, P, L] to [N, K]; also return the fraction of clamped elements [N, K].
 
@@ -128,7 +128,7 @@ def matching_scores(
     network: DenoisingNetwork,
     condition: Condition,
     latents: Mapping[str, Tensor],
-    part: Executed,
+    part: ExecutedSlice,
 ) -> Scores:
     """Compute surrogate log-probabilities of recorded actions: minus the squared prediction error at every recorded
     level, [N, n].
@@ -145,7 +145,7 @@ def matching_scores(
     noisy = schedule.corrupt(clean, flat_noise, flat_level)
     # Noises and levels are those of the decision: their luck cancels in the ratio of new to old.
     times, conditions = schedule.level_times(flat_level), repeat_rows(condition, samples)
-    prediction = multiplied(lambda: network.denoise(noisy, times, conditions), noisy.device)
+    prediction = run_in_training_precision(lambda: network.denoise(noisy, times, conditions), noisy.device)
     error = part.of((prediction - schedule.target(clean, flat_noise, flat_level)).square()).mean(-1)
     error = error.reshape(count, samples, -1)
     if "executed" in latents:

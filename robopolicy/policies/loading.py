@@ -15,6 +15,7 @@ from torch import nn
 from robopolicy.core.checkpoints import Checkpoint, read_weights, require_format, restoring
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import WORLD, WorldOrigin, remember_described
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.registry import is_dotted, is_trusted
@@ -91,7 +92,7 @@ def _said_beside(folder: Path) -> Mapping[str, Any]:
     return read_object(path) if os.path.lexists(path) else {}
 
 
-def no_rate(folder: Path) -> str:
+def missing_fps_message(folder: Path) -> str:
     """Return the setting to add for the policy in `folder`, which does not declare its control rate."""
     return (
         f'The control rate of {folder} is unknown, which driving a robot needs: add "fps": N to {SETTINGS_FILE} '
@@ -155,3 +156,6 @@ def _constructed(
         observation, action, metadata = saved_fields(description)
         policy = made(from_plain(configuration, description["config"], "config"), observation, action, **metadata)
     return read_weights(policy, folder, device)
+
+
+keep_former_names(__name__, {"no_rate": "missing_fps_message"})

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import CONDITION, TensorObservation, is_condition
 from robopolicy.core.registry import Registry
 from robopolicy.core.spec import IMAGE_PREFIX, Field
@@ -23,9 +24,9 @@ from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.denoisers import Denoiser, PrefixDenoiser, make_denoiser, with_prefix
 from robopolicy.nn.encoders import Modulation, ObservationEncoder, WordEncoder
 from robopolicy.nn.normalizer import Normalizer
-from robopolicy.nn.precision import is_lowered, multiplied
+from robopolicy.nn.precision import is_lowered, run_in_training_precision
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind, TextEncoder
-from robopolicy.policies.interface import given_instructions
+from robopolicy.policies.interface import instructions_or_default
 
 Condition = Mapping[str, Tensor]
 """Encoded observations, the condition of the denoising network: tensors [N, ...], named "condition" or
@@ -122,7 +123,7 @@ class ReadsInstructions(Protocol):
 
 
 @runtime_checkable
-class MakesBase(Protocol):
+class CopiesFrozenBase(Protocol):
     """Optional: a network that builds its frozen base itself, to avoid copying all its weights."""
 
     def frozen_twin(self) -> DenoisingNetwork:
@@ -131,7 +132,7 @@ class MakesBase(Protocol):
 
 
 @runtime_checkable
-class Around(Protocol):
+class WrapsNetwork(Protocol):
     """Optional: a network wrapping another one, which encodes the observation."""
 
     def inside(self) -> DenoisingNetwork:
@@ -197,7 +198,9 @@ class ChunkNetwork(nn.Module):
         features = self.encoder(observation, generator)
         if self.text_encoder is None:
             return {CONDITION: features}
-        text_features = self.text_encoder(given_instructions(observation, len(features), self.instructions), generator)
+        text_features = self.text_encoder(
+            instructions_or_default(observation, len(features), self.instructions), generator
+        )
         mixed = [] if self.modulation is None else [self.modulation(features, text_features)]
         return {CONDITION: torch.cat([features, text_features, *mixed], -1)}
 
@@ -247,7 +250,7 @@ class SharedSteps:
         return self.denoiser.denoise(x, times, self.condition[:, None])
 
 
-class EveryStep:
+class IndependentSteps:
     """`Steps` of any network at times [K]: one step is one call, and k steps of N rows are one call with N x k rows."""
 
     def __init__(self, network: DenoisingNetwork, times: Tensor, condition: Condition):
@@ -289,16 +292,16 @@ class _Lowered:
         self.steps = steps
 
     def one(self, x: Tensor, step: int) -> Tensor:
-        return multiplied(lambda: self.steps.one(x, step), x.device)
+        return run_in_training_precision(lambda: self.steps.one(x, step), x.device)
 
     def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
-        return multiplied(lambda: self.steps.several(x, chosen), x.device)
+        return run_in_training_precision(lambda: self.steps.several(x, chosen), x.device)
 
 
 def steps_of(network: DenoisingNetwork, times: Tensor, condition: Condition) -> Steps:
     """Prepare `network` for steps at times [K] under a condition of N rows."""
     shares = isinstance(network, SharesSteps)
-    steps = network.steps(times, condition) if shares else EveryStep(network, times, condition)
+    steps = network.steps(times, condition) if shares else IndependentSteps(network, times, condition)
     return _Lowered(steps) if is_lowered() else steps
 
 
@@ -320,7 +323,7 @@ def freeze(weights: Iterable[nn.Parameter]) -> None:
 
 def frozen_base(network: DenoisingNetwork, acts: bool) -> DenoisingNetwork | None:
     """Return a frozen copy of `network`; acts: whether it takes steps, or is only stored as a record."""
-    if isinstance(network, MakesBase):
+    if isinstance(network, CopiesFrozenBase):
         return network.frozen_twin() if acts else None
     return copy.deepcopy(network).requires_grad_(False)
 
@@ -337,7 +340,7 @@ def check_network(network: DenoisingNetwork, config: DenoisingPolicyConfig) -> N
         raise ConfigError(f"{name} is not a torch.nn.Module with encode, denoise and encoder_parameters.")
     if learns_noise(config) and not isinstance(network, LearnsNoise):
         raise ConfigError(f"flow_noise=learned needs a network with noise_std; {name} has none.")
-    inner = network.inside() if isinstance(network, Around) else network
+    inner = network.inside() if isinstance(network, WrapsNetwork) else network
     if config.prefix_steps and not isinstance(inner, ChunkNetwork):
         raise ConfigError(
             f"prefix_steps is supported by ChunkNetwork only, and {name} cannot be given actions: set prefix_steps=0."
@@ -386,7 +389,7 @@ def restore_network(description: Mapping[str, Any] | None, where: Path) -> Denoi
 
 
 @runtime_checkable
-class LearnsAtRandom(Protocol):
+class HasDropout(Protocol):
     """Optional: a network with dropout, active only in its loss: log-probabilities match acting."""
 
     def denoise_in_loss(self, x: Tensor, time: Tensor, condition: Condition, generator: torch.Generator) -> Tensor:
@@ -398,6 +401,17 @@ def denoise_in_loss(
     network: DenoisingNetwork, x: Tensor, time: Tensor, condition: Condition, generator: torch.Generator
 ) -> Tensor:
     """Predict [N, P, A] for noisy actions [N, P, A] at times [N] as in training, with dropout if the network has it."""
-    if isinstance(network, LearnsAtRandom):
+    if isinstance(network, HasDropout):
         return network.denoise_in_loss(x, time, condition, generator)
     return network.denoise(x, time, condition)
+
+
+keep_former_names(
+    __name__,
+    {
+        "Around": "WrapsNetwork",
+        "MakesBase": "CopiesFrozenBase",
+        "LearnsAtRandom": "HasDropout",
+        "EveryStep": "IndependentSteps",
+    },
+)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.randomness import normal, uniform
 from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule, Normal, truncated_noise
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
-from robopolicy.policies.latents import OwnLatents
+from robopolicy.policies.latents import CustomLatents
 from robopolicy.policies.network import Steps
 
 
@@ -45,7 +46,7 @@ def make_schedule(config: DenoisingPolicyConfig, **diffusion: Any) -> DiffusionS
 
 def how_to_explore(network: object) -> str:
     """Return the settings that add noise to noise-free steps, completing the message "fine-tune more steps, or "."""
-    if isinstance(network, OwnLatents):
+    if isinstance(network, CustomLatents):
         return network.how_to_explore
     return "set flow_noise=constant, or increase eta or min_sampling_std"
 
@@ -101,7 +102,7 @@ class Chain:
         return self.latents[:, -1]
 
 
-def draw(
+def draw_noise(
     schedule: NoiseSchedule,
     shape: tuple[int, int, int],
     generator: torch.Generator,
@@ -112,7 +113,7 @@ def draw(
     scored: slice,
     noisy_steps: int | None,
     explored: int | None = None,
-) -> Draws:
+) -> NoiseDraws:
     """Draw all random numbers for chains of `shape` [B, P, A] on the generator's device, and move them to `device`.
 
     noisy: whether steps have noise; noise_clip: its bound in standard deviations; scored: slice of scored steps;
@@ -121,13 +122,13 @@ def draw(
     """
     start = normal(shape, generator, device)
     if not noisy:
-        return Draws(start)
+        return NoiseDraws(start)
     steps = truncated_noise((schedule.steps, *shape), noise_clip, generator, axis=1).to(device)
     if explored is not None:
         # After drawing, so that how much is drawn does not depend on what pads an action.
         steps[..., explored:] = 0.0
     quiet_mask = draw_quiet_steps(schedule.density[scored], noisy_steps, shape[0], generator, device)
-    return Draws(start, steps, quiet_mask, explored)
+    return NoiseDraws(start, steps, quiet_mask, explored)
 
 
 def draw_quiet_steps(
@@ -152,17 +153,17 @@ def sample_chain(
     first: int,
     leading: Steps,
     scored: Steps,
-    draws: Draws,
+    draws: NoiseDraws,
     *,
     learned_std: Callable[[int], Tensor] | None = None,
-    kept: Kept | None = None,
+    kept: ResumedSteps | None = None,
 ) -> Chain:
     """Take all K steps and return the chain from step `first` = K - K' on.
 
     leading: network for the steps before `first`; scored: network for the others; learned_std: step -> std [B, 1, A],
     replaces the schedule's for scored steps; kept: steps taken from earlier chains.
     """
-    x = lead(schedule, first, leading, draws)
+    x = run_base_steps(schedule, first, leading, draws)
     if kept is not None:
         x = kept.begin(x)
     latents = [x]
@@ -186,7 +187,7 @@ def sample_chain(
     return Chain(torch.stack(latents, 1), Normal(torch.stack(means, 1), std))
 
 
-def lead(schedule: NoiseSchedule, first: int, leading: Steps, draws: Draws) -> Tensor:
+def run_base_steps(schedule: NoiseSchedule, first: int, leading: Steps, draws: NoiseDraws) -> Tensor:
     """Take the steps before `first` with the frozen base and return the latents [B, P, A] at the input of step `first`.
 
     The base stays frozen so that the inputs of the scored steps do not change during training.
@@ -227,7 +228,7 @@ def trajectory(
     return torch.stack(latents, 1)
 
 
-def choices(schedule: NoiseSchedule, first: int, draws: Draws, kept: Kept | None) -> Tensor:
+def sampled_steps_mask(schedule: NoiseSchedule, first: int, draws: NoiseDraws, kept: ResumedSteps | None) -> Tensor:
     """Return the mask [B, K'] bool of sampled scored steps; only those have a log-probability.
 
     False for noise-free chains, steps with zero std (the last step of a flow-SDE), quiet steps, and steps kept from
@@ -242,3 +243,15 @@ def choices(schedule: NoiseSchedule, first: int, draws: Draws, kept: Kept | None
     if kept is not None:
         density = density & (torch.arange(density.shape[1], device=density.device) >= kept.count[:, None])
     return density.clone()
+
+
+keep_former_names(
+    __name__,
+    {
+        "Kept": "ResumedSteps",
+        "Draws": "NoiseDraws",
+        "draw": "draw_noise",
+        "lead": "run_base_steps",
+        "choices": "sampled_steps_mask",
+    },
+)

@@ -9,23 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, Schedule
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood
-from robopolicy.policies.latents import Executed
+from robopolicy.policies.latents import ExecutedSlice
 from robopolicy.policies.network import DenoisingNetwork, learns_noise
 
-STOOD_FOR = "actions at the normalised values -0.5 and 0.5"
+PROBED_ACTIONS = "actions at the normalised values -0.5 and 0.5"
 PROBES = (-0.5, 0.5)
 """Two probe values per element: they identify every normaliser, since each is an elementwise map with two
 parameters.
 """
 
 
-def stood_for(to_actions: Callable[[Tensor], Tensor], size: int, device: torch.device) -> dict[str, Tensor]:
+def probed_actions(to_actions: Callable[[Tensor], Tensor], size: int, device: torch.device) -> dict[str, Tensor]:
     """Return the actions [2, 1, A] for the latents [2, 1, L] of `PROBES`, L = size, as a named entry."""
     probes = torch.tensor(PROBES, device=device)[:, None, None].expand(-1, 1, size)
     with torch.no_grad():
-        return {STOOD_FOR: to_actions(probes)}
+        return {PROBED_ACTIONS: to_actions(probes)}
 
 
 def denoising_steps(
@@ -33,7 +34,7 @@ def denoising_steps(
     schedule: Schedule,
     network: DenoisingNetwork,
     first: int,
-    part: Executed,
+    part: ExecutedSlice,
     latent_size: int,
     to_actions: Callable[[Tensor], Tensor],
 ) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def denoising_steps(
         "first executed step": part.first,
         "size of a latent": latent_size,
     }
-    return description | stood_for(to_actions, latent_size, schedule.table.device)
+    return description | probed_actions(to_actions, latent_size, schedule.table.device)
 
 
 def _levels(schedule: Schedule) -> Tensor:
@@ -85,3 +86,6 @@ def _training_levels(schedule: Schedule) -> Tensor | None:
 
 def _predicted(schedule: Schedule) -> str | None:
     return schedule.prediction.value if isinstance(schedule, DiffusionSchedule) else None
+
+
+keep_former_names(__name__, {"STOOD_FOR": "PROBED_ACTIONS", "stood_for": "probed_actions"})

@@ -12,7 +12,7 @@ from robopolicy.core.spec import TASK, Field
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.configuration import NormalizationMode
 from robopolicy.nn.normalizer import Normalizer
-from robopolicy.nn.precision import multiplied
+from robopolicy.nn.precision import run_in_training_precision
 
 
 class StateFeatures(nn.Module):
@@ -87,7 +87,7 @@ class Critic(nn.Module):
     def forward(self, observation: Mapping[str, Any]) -> Tensor:
         """Return values [N]."""
         features = self.encoder(observation)
-        hidden = multiplied(lambda: self.layers[:-1](features), features.device)
+        hidden = run_in_training_precision(lambda: self.layers[:-1](features), features.device)
         return self.layers[-1](hidden).squeeze(-1)
 
 

@@ -18,7 +18,7 @@ from robopolicy.core.policy import ScoredPolicy, Trainable
 from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.segments import Segments
 from robopolicy.nn.optimisers import optimiser_tree, restore_optimiser
-from robopolicy.nn.sharing import copied
+from robopolicy.nn.sharing import copy_trainable
 from robopolicy.rl.context import Context, Tools, given
 from robopolicy.rl.critic import StateFeatures
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -126,7 +126,7 @@ class ImplicitReward(SideNetwork[Trainable]):
     """
 
     def __init__(self, tools: Tools, beta: float, rate: float, epochs: int, minibatch: int):
-        phi = copied(tools.policy)
+        phi = copy_trainable(tools.policy)
         super().__init__(phi, rate)
         self.tools = tools
         self.beta = beta

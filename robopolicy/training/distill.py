@@ -31,7 +31,7 @@ from robopolicy.nn.denoisers import draw_counts, given_steps, with_prefix
 from robopolicy.nn.schedules import FlowSchedule
 from robopolicy.policies.configuration import Likelihood, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy, require_denoising
-from robopolicy.policies.latents import OwnLatents
+from robopolicy.policies.latents import CustomLatents
 from robopolicy.policies.network import PrefixedSteps
 from robopolicy.training.configuration import DistillConfig
 from robopolicy.training.experience import require_lowering
@@ -173,7 +173,7 @@ def few_step_student(teacher: DenoisingPolicy, steps: int = 1) -> DenoisingPolic
     require_fewer_steps(teacher, steps)
     config, network = teacher.config, teacher.network
     diffusion = config.kind is PolicyKind.DIFFUSION
-    if isinstance(network, OwnLatents):
+    if isinstance(network, CustomLatents):
         student_network, finetuned_steps = network.of_steps(steps), steps
     else:
         student_network, finetuned_steps = copy.deepcopy(network).requires_grad_(True), None
@@ -204,7 +204,7 @@ def require_fewer_steps(teacher: DenoisingPolicy, steps: int) -> None:
     teacher_steps, network = teacher.schedule.steps, teacher.network
     if not 1 <= steps < max(teacher_steps, 2):
         raise ConfigError(f"steps={steps} must be at least 1 and below the teacher's {teacher_steps} denoising steps.")
-    if isinstance(network, OwnLatents) and (reason := network.why_always_as_many()):
+    if isinstance(network, CustomLatents) and (reason := network.why_always_as_many()):
         raise ConfigError(f"The policy cannot be distilled to fewer steps: {reason}")
 
 

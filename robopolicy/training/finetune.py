@@ -31,9 +31,9 @@ from robopolicy.core.structured import current as current_settings
 from robopolicy.core.structured import to_plain
 from robopolicy.core.world import World
 from robopolicy.nn.optimisers import require_finite
-from robopolicy.nn.pieces import in_minibatches, in_pieces, scores_of
-from robopolicy.nn.precision import learning_in, tolerance_in
-from robopolicy.nn.sharing import copied, learned, load_learned
+from robopolicy.nn.pieces import in_micro_batches, in_minibatches, scores_of
+from robopolicy.nn.precision import tolerance_in, training_precision
+from robopolicy.nn.sharing import copy_trainable, load_trainable_state, trainable_state
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context, SideModel, Tools
 from robopolicy.rl.critic import Critic, ReturnScale
@@ -176,7 +176,7 @@ class _Finetuning:
         if Need.MEANS in self.algorithm.needs and isinstance(policy, RecordsMeans):
             policy.record_means = True
         self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None
-        base = copied(policy).requires_grad_(False) if Need.BASE in self.algorithm.needs else None
+        base = copy_trainable(policy).requires_grad_(False) if Need.BASE in self.algorithm.needs else None
         self.device = next(policy.parameters()).device
         require_lowering(policy, config.precision)
         self.generators = Generators(seed, self.device)
@@ -239,7 +239,7 @@ class _Finetuning:
         finally:
             self.collector.close()
         if self.best_weights is not None:
-            load_learned(self.policy, self.best_weights)
+            load_trainable_state(self.policy, self.best_weights)
         if self.run_folder is not None:
             self.policy.save(self.run_folder.checkpoint)
         return FinetuneResult(self.iteration, self.env_steps, self.course.ended or Ended.ITERATIONS, self.best)
@@ -413,7 +413,7 @@ class _Finetuning:
         # The policy that reached the target is kept even if an earlier one scored higher.
         if reached_target or not self.best_believed or score(figures) > score(self.best):
             self.best, self.best_believed = {"iteration": self.iteration, **figures}, True
-            self.best_weights = {name: value.clone() for name, value in learned(self.policy).items()}
+            self.best_weights = {name: value.clone() for name, value in trainable_state(self.policy).items()}
             if self.run_folder is not None:
                 self.policy.save(self.run_folder.checkpoint)
         self._hold()

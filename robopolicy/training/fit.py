@@ -26,8 +26,8 @@ from robopolicy.nn.optimisers import (
     restore_optimiser,
     set_learning_rate,
 )
-from robopolicy.nn.pieces import pieces, take
-from robopolicy.nn.precision import backward_in, learning_in
+from robopolicy.nn.pieces import micro_batches, take
+from robopolicy.nn.precision import backward_precision, training_precision
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.state import load_trainer, require_same_config, save_trainer
 
@@ -136,13 +136,13 @@ class _Fit:
         self.optimiser.zero_grad(set_to_none=True)
         means: dict[str, Tensor] = {}
         for piece, share in self._pieces(batch):
-            with learning_in(self.precision):
+            with training_precision(self.precision):
                 losses = self.model.loss(piece, self.generators["loss"])
             # Each piece counts by its share of the rows, so the summed gradients are those of the whole batch's mean.
             parts = {name: share * value.mean() for name, value in losses.items()}
             total = torch.stack(list(parts.values())).sum()
             require_finite("the loss", total.detach(), place)
-            with backward_in(self.precision):
+            with backward_precision(self.precision):
                 total.backward()
             means = {name: means.get(name, 0.0) + value.detach() for name, value in parts.items()}
         clip_gradients(self.parameters, self.config.gradient_clip, place)
@@ -162,7 +162,7 @@ class _Fit:
         if not self.micro_batch:
             return [(batch, 1.0)]
         rows = len(batch["actions"])
-        parts = [take(batch, part) for part in pieces(rows, self.micro_batch)]
+        parts = [take(batch, part) for part in micro_batches(rows, self.micro_batch)]
         return [(part, len(part["actions"]) / rows) for part in parts]
 
     def _log(self, evaluate: Callable[[], Mapping[str, float]] | None) -> None:

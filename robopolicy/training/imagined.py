@@ -29,7 +29,7 @@ from robopolicy.core.storage import (
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
-from robopolicy.nn.sharing import learned, load_learned
+from robopolicy.nn.sharing import load_trainable_state, trainable_state
 from robopolicy.training.acting import Acting
 from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.course import Course, Ended, score
@@ -183,10 +183,10 @@ def synthesise_and_imitate(
             run.log(figures)
         # The first round that reaches the target is kept even if an earlier, unconfirmed one scored higher.
         if course.ended is Ended.TARGET or not best or score(figures) > score(best):
-            best, weights = figures, {name: value.clone() for name, value in learned(policy).items()}
+            best, weights = figures, {name: value.clone() for name, value in trainable_state(policy).items()}
         if course.ended is not None:
             break
-    load_learned(policy, weights)
+    load_trainable_state(policy, weights)
     if run is not None:
         policy.save(run.checkpoint)
     return FinetuneResult(turn, imagined_steps, course.ended or Ended.ITERATIONS, best)

@@ -22,7 +22,7 @@ from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.regression import Regressor
 from robopolicy.core.world import World
 from robopolicy.nn.configuration import Optimiser
-from robopolicy.nn.optimisers import kept_bytes, optimiser_bytes
+from robopolicy.nn.optimisers import optimiser_bytes, saved_weights_bytes
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
 
@@ -175,7 +175,7 @@ def plan_memory(
         weights=weights,
         copies=copies,
         # Gradients, the weights from before a step (`Learner` keeps them for the KL stop), the optimiser's state.
-        learning=sum(map(_bytes, learns)) + kept_bytes(optimiser, learns) + optimiser_bytes(optimiser, learns),
+        learning=sum(map(_bytes, learns)) + saved_weights_bytes(optimiser, learns) + optimiser_bytes(optimiser, learns),
         kept=decisions * (chunk_bytes + latent_bytes) + rows * (copy_bytes + latent_bytes),
         decisions=decisions,
         activations=row_bytes + (at_once - 1) * each,

@@ -24,8 +24,8 @@ from robopolicy.core.regression import Regressor
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import PolicySpec
 from robopolicy.nn.configuration import LearningPrecision
-from robopolicy.nn.precision import learning_in
-from robopolicy.policies.abilities import LearnsPast
+from robopolicy.nn.precision import training_precision
+from robopolicy.policies.abilities import PredictsFromPast
 from robopolicy.training.auxiliary import FieldHead, TellsFields, new_head, with_fields
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.experience import require_lowering
@@ -110,7 +110,7 @@ def regression_batches(
         batches = _worthy_batches(data, worth, spec, batch_size, generator, columns)
     else:
         batches = data.sampler(spec.history, spec.prediction, batch_size, generator, keys=columns)
-    if isinstance(policy, LearnsPast) and policy.past_steps:
+    if isinstance(policy, PredictsFromPast) and policy.past_steps:
         batches = _with_past(batches, data, policy.past_steps)
     return with_conditions(batches, read) if read else batches
 
@@ -185,7 +185,7 @@ def read_once(policy: Trainable, data: Episodes, precision: LearningPrecision = 
     spec, conditions = policy.spec, {}
     # Evaluation mode: with dropout on, what is kept would be one random draw for the whole run.
     encoder = _resting(policy.eval())
-    with progress("Reading", data.step_count) as advance, learning_in(precision):
+    with progress("Reading", data.step_count) as advance, training_precision(precision):
         for steps in torch.arange(data.step_count, device=data.device).split(AT_ONCE):
             part_condition = encoder.encode(data.windows(steps, spec.history, 1, spec.columns)["observation"])
             if not conditions:
@@ -242,7 +242,7 @@ def plan_conditions(policy: Trainable, data: Episodes, steps: int, precision: Le
     device = next(policy.parameters()).device
     first = torch.zeros(1, dtype=torch.int64, device=device)
     observation = data.to(device).windows(first, spec.history, 1, spec.columns)["observation"]
-    with learning_in(precision):
+    with training_precision(precision):
         byte_count = _require_room(encoder.encode(observation), steps, device)
     return f"Encoder outputs of about {steps} steps are cached: {in_bytes(byte_count)}."
 

@@ -20,20 +20,20 @@ from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservati
 from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.segments import Segments
 from robopolicy.nn.optimisers import (
-    Kept,
+    SavedWeights,
     adamw,
     clip_gradients,
-    keep_weights,
     make_optimiser,
     optimiser_tree,
-    put_back,
     require_finite,
     restore_optimiser,
+    restore_weights,
+    save_weights,
     set_learning_rate,
 )
 from robopolicy.nn.pieces import scores_of, values_of
-from robopolicy.nn.precision import backward_in
-from robopolicy.nn.sharing import copied, learned, load_learned
+from robopolicy.nn.precision import backward_precision
+from robopolicy.nn.sharing import copy_trainable, load_trainable_state, trainable_state
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.coefficients import clip_schedule
 from robopolicy.rl.context import AuxiliaryInputs, Context, Scored, SideModel, score_extra
@@ -131,7 +131,7 @@ class Learner:
         self.knobs: dict[str, float] = {}
         self.stats: dict[str, float] = {}
         self.reborn = False
-        self.before_step: Kept = []
+        self.before_step: SavedWeights = []
         self.live: Tensor | None = None
         self.most, self.chooses = self.sampling_steps, True
         self.by_episode = by_episode(algorithm, config)
@@ -222,7 +222,7 @@ class Learner:
         )
         require_finite("the value loss", loss.detach(), where)
         self.critic_optimiser.zero_grad(set_to_none=True)
-        with backward_in(self.config.precision):
+        with backward_precision(self.config.precision):
             loss.backward()
         clip_gradients(self.critic_parameters, self.config.gradient_clip, where)
         self.critic_optimiser.step()
@@ -281,11 +281,11 @@ class Learner:
         loss = policy_loss(logp, coefficient, weight, auxiliaries)
         require_finite("the policy loss", loss.detach(), where)
         self.optimiser.zero_grad(set_to_none=True)
-        with backward_in(config.precision):
+        with backward_precision(config.precision):
             loss.backward()
         norm = clip_gradients(self.parameters, config.gradient_clip, where)
         if config.target_kl is not None:
-            self.before_step = keep_weights(self.optimiser)
+            self.before_step = save_weights(self.optimiser)
         self.steps += 1
         # Warm-up counts the actor's own steps: while only the critic learns it stands still.
         rate = config.learning_rate * min(1.0, self.steps / config.actor_warmup) * self.knobs.get("lr_scale", 1.0)
@@ -380,14 +380,14 @@ class Learner:
     def _take_back(self) -> None:
         """Undo this iteration's last actor step, if there is one."""
         if self.before_step:
-            put_back(self.optimiser, self.before_step)
+            restore_weights(self.optimiser, self.before_step)
             if self.average is not None:
                 self.average.take_back()
 
     def rebase(self) -> None:
         """Reset the base (reference) policy to the current policy; the KL/BC terms are relative to it from now on."""
         if self.base is not None:
-            load_learned(self.base, learned(self.policy))
+            load_trainable_state(self.base, trainable_state(self.policy))
             self.reborn = True
 
     def tree(self) -> dict[str, Any]:
@@ -432,7 +432,7 @@ class PolicyAverage:
 
     def __init__(self, policy: Trainable, decay: float):
         self.decay, self.total = decay, 1.0
-        mean = copied(policy)
+        mean = copy_trainable(policy)
         self._learning = [weight for weight in mean.parameters() if weight.requires_grad]
         self._mean: Trainable = mean.requires_grad_(False).eval()
         self._before: tuple[float, list[Tensor]] | None = None

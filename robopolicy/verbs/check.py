@@ -36,7 +36,7 @@ from robopolicy.core.world import Controller, Renders, Rows, Snapshots, World
 from robopolicy.data.formats.format import what_it_is
 from robopolicy.data.lerobot_reading import is_dataset
 from robopolicy.data.record import record
-from robopolicy.policies.loading import build_policy, no_rate
+from robopolicy.policies.loading import build_policy, missing_fps_message
 from robopolicy.policies.registry import POLICIES
 from robopolicy.rl.registry import CALLED_WITH, Mechanism, declared_at, written
 from robopolicy.runs import output, publish
@@ -210,7 +210,7 @@ def checkpoint_checker(config: Config, folder: Path) -> tuple[str, Callable[[], 
 def fitting_lines(config: Config, folder: Path, policy: Policy, device: torch.device) -> list[str]:
     """Report whether a policy fits the configured world, and what is missing to drive a robot with it."""
     world = config.world.name
-    problems = [] if policy.spec.fps else [f"Not ready for a robot: {no_rate(folder)}"]
+    problems = [] if policy.spec.fps else [f"Not ready for a robot: {missing_fps_message(folder)}"]
     if not world:
         return ["To check whether it fits a world, add world=NAME.", *problems]
     try:

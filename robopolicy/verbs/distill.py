@@ -99,7 +99,7 @@ def run(config: Config) -> int:
 
 def plan(teacher: DenoisingPolicy, settings: DistillConfig) -> None:
     """Print the memory needed to distil a LeRobot policy, using a temporary student; raises as `say_model`."""
-    if teacher.began_elsewhere:
+    if teacher.is_pretrained:
         lesson = Distillation(teacher, settings)
         say_model(lesson.student, settings, lesson)
 

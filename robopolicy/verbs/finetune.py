@@ -28,10 +28,10 @@ from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
 from robopolicy.evaluation.success import compared, evaluate_policy
-from robopolicy.nn.precision import learning_in
+from robopolicy.nn.precision import training_precision
 from robopolicy.nn.shapes import shapes_only
-from robopolicy.nn.sharing import share
-from robopolicy.policies.abilities import HoldsModule, Tunable, began_elsewhere
+from robopolicy.nn.sharing import share_frozen
+from robopolicy.policies.abilities import Tunable, WrapsModule, is_pretrained
 from robopolicy.policies.loading import checkpoint_in, foreign_format, weights_bytes
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.preferences import StoresPairs
@@ -165,7 +165,7 @@ def say_memory(config: Config, policy: Trainable, base: Policy, world: World) ->
     Prints nothing for other policies: they are small.
     """
     teacher = config.finetune.teacher
-    if not began_elsewhere(base) and (teacher is None or foreign_format(teacher) is None):
+    if not is_pretrained(base) and (teacher is None or foreign_format(teacher) is None):
         return
     device = next(policy.parameters()).device
     budget = memory_of(config, policy, base, world, device)
@@ -190,7 +190,7 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
         options["packed"] = what_packing_leaves(world) if device.type == "cpu" else 0.0
     plan = partial(plan_memory, device=device, **options)
     holders = held_by(algorithm.needs, learning)
-    with learning_in(learning.precision):
+    with training_precision(learning.precision):
         budget = plan(policy, rows * length, minibatch, learning.scored_steps, holders)
     if config.finetune.teacher is not None:
         budget = replace(budget, teacher=weights_bytes(checkpoint_in(config.finetune.teacher)))
@@ -199,6 +199,6 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     # On the way back the activations of one step at a time are there again, as they are without checkpointing.
     plain_policy = base.tuned_by(replace(config.lerobot, gradient_checkpointing=False)).to_trainable()
     plain_policy.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
-    with learning_in(learning.precision):
+    with training_precision(learning.precision):
         step = plan(plain_policy, rows * length, minibatch, 1)
     return replace(budget, activations=budget.activations + step.activations, each=budget.each + step.each)

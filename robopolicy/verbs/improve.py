@@ -45,7 +45,7 @@ from robopolicy.core.structured import to_plain
 from robopolicy.data.lerobot_reading import read_information
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.tables import difference_text
-from robopolicy.policies.abilities import HoldsModule
+from robopolicy.policies.abilities import WrapsModule
 from robopolicy.policies.loading import foreign_format
 from robopolicy.runs import finish, finished, open_run, output, run_path
 from robopolicy.verbs.verb import VERBS, Verb, declaration
@@ -139,7 +139,7 @@ def plan_of(config: Config, root: Path) -> dict[str, Any]:
     section, device = config.improve, choose_device(config.run)
     path = section.policy or Path()
     foreign, policy = foreign_format(path), load_policy(path, device)
-    module = policy.module if isinstance(policy, HoldsModule) else policy
+    module = policy.module if isinstance(policy, WrapsModule) else policy
     weights = sum(weight.numel() for weight in module.parameters()) if isinstance(module, nn.Module) else 0
     reads = ", ".join(policy.spec.observation)
     graphics = "cuda" if torch.cuda.is_available() else "no GPU"

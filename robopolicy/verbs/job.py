@@ -38,8 +38,8 @@ from robopolicy.evaluation.scores import Anchors, normalised_score
 from robopolicy.evaluation.success import Players, Verdict, evaluate_policy, judge, require_success
 from robopolicy.evaluation.tables import instruction_table
 from robopolicy.evaluation.video import beside, record_grid, write_video
-from robopolicy.nn.precision import learning_in
-from robopolicy.policies.abilities import DescribesReading, began_elsewhere
+from robopolicy.nn.precision import training_precision
+from robopolicy.policies.abilities import DescribesReading, is_pretrained
 from robopolicy.policies.loading import checkpoint_in
 from robopolicy.runs import finish, finished, open_run, output
 from robopolicy.training.configuration import RegressionConfig
@@ -188,10 +188,10 @@ def say_model(policy: Trainable, section: RegressionConfig, lesson: Regressor | 
     """
     if isinstance(policy, DescribesReading) and policy.described:
         output.print(policy.described, soft_wrap=True, highlight=False)
-    if not began_elsewhere(policy):
+    if not is_pretrained(policy):
         return
     free_bytes = free_memory(next(policy.parameters()).device)
-    with learning_in(section.precision):
+    with training_precision(section.precision):
         message = plan_pretraining(
             policy, section.batch_size, free_bytes, section.micro_batch, section.fit.optimiser, lesson
         )

@@ -16,7 +16,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.structured import narrowed
 from robopolicy.inference.configuration import CHUNKINGS
-from robopolicy.policies.loading import no_rate
+from robopolicy.policies.loading import missing_fps_message
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.server import ServerSettings, serve
 from robopolicy.verbs.verb import Verb
@@ -39,7 +39,7 @@ def run(config: Config) -> int:
     loaded = load_acting(config.inference, section.policy, device, section.chunking)
     policy = with_planning(config.plan, loaded, device)
     if not policy.spec.fps:
-        warnings.warn(no_rate(section.policy), RobopolicyWarning, stacklevel=1)
+        warnings.warn(missing_fps_message(section.policy), RobopolicyWarning, stacklevel=1)
     key = section.api_key or os.environ.get("ROBOPOLICY_API_KEY", "")
 
     def announce(port: int) -> None:

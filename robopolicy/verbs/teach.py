@@ -29,7 +29,7 @@ from robopolicy.core.world import Controller, World
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import compared
-from robopolicy.policies.abilities import began_elsewhere
+from robopolicy.policies.abilities import is_pretrained
 from robopolicy.policies.configuration import Reach, reach_of
 from robopolicy.runs import default_path, output
 from robopolicy.training.auxiliary import new_head
@@ -99,7 +99,7 @@ def plan(config: Config, teacher: Teacher, world: World, device: torch.device) -
     It is built from one teacher episode before the first round. Raises ConfigError when less memory is free or its
     encoder outputs cannot be cached, and the errors of `new_head`.
     """
-    if not (began_elsewhere(config.policy.config) or config.teach.cache_encoder_outputs or config.teach.auxiliary_keys):
+    if not (is_pretrained(config.policy.config) or config.teach.cache_encoder_outputs or config.teach.auxiliary_keys):
         return
     section = config.teach
     seeds, draws = episode_seeds(config.run.seed, "teach/plan", 1), torch.Generator(device)

@@ -38,7 +38,7 @@ from robopolicy.data.lerobot_format import read_dataset, recorded_origin
 from robopolicy.data.lerobot_reading import read_information, require_known
 from robopolicy.doctor.policy import check_normalizers
 from robopolicy.evaluation.report import UNPLANNED
-from robopolicy.policies.abilities import LeavesBase
+from robopolicy.policies.abilities import SeparatesBase
 from robopolicy.policies.configuration import TextEncoder
 from robopolicy.policies.loading import foreign_format
 from robopolicy.runs import default_path, output
@@ -181,7 +181,7 @@ def continued(config: Config, path: Path, device: torch.device | str = "cpu") ->
         raise ConfigError(
             f"{path} reads a world model's latent. Fine-tune it in that model: robopolicy imagine {path}."
         )
-    if isinstance(policy, LeavesBase) and policy.finetuning is not None:
+    if isinstance(policy, SeparatesBase) and policy.finetuning is not None:
         output.print(
             f"{path} was fine-tuned: its frozen base is removed, and one network is trained for all denoising steps."
         )

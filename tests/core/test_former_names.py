@@ -45,14 +45,14 @@ def test_a_former_name_returns_the_present_object_and_says_its_name(module):
     with pytest.warns(DeprecationWarning, match="made_for_former_names.former is now called present"):
         assert module.former is module.present
     with pytest.warns(DeprecationWarning, match="is now called present") as notes:
-        from made_for_former_names import former  # ty: ignore
+        from made_for_former_names import former
     assert former is module.present
     assert notes[0].filename == __file__, "the note points at the line that uses the former name"
 
 
 def test_an_unknown_name_is_an_attribute_error(module):
     with pytest.raises(AttributeError, match="module 'made_for_former_names' has no attribute 'other'"):
-        module.other  # noqa: B018
+        _ = module.other
 
 
 def test_a_former_member_returns_the_present_one():
@@ -76,3 +76,11 @@ def test_every_former_name_leads_to_a_name_that_exists():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 assert getattr(target, former) is getattr(target, present)
+
+
+def test_a_policy_that_declares_its_origin_by_the_former_member_is_pretrained():
+    from robopolicy.policies.abilities import is_pretrained
+
+    assert is_pretrained(types.SimpleNamespace(began_elsewhere=True))
+    assert is_pretrained(types.SimpleNamespace(is_pretrained=True))
+    assert not is_pretrained(types.SimpleNamespace(is_pretrained=False))

@@ -11,13 +11,13 @@ from torch import nn
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.randomness import Generators
 from robopolicy.nn.optimisers import (
-    keep_weights,
-    kept_bytes,
     make_optimiser,
     optimiser_bytes,
     optimiser_tree,
-    put_back,
     restore_optimiser,
+    restore_weights,
+    save_weights,
+    saved_weights_bytes,
 )
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
@@ -208,17 +208,17 @@ def test_a_step_that_is_taken_back_leaves_nothing_in_bfloat16_either():
     optimisers = [make_optimiser("adamw", [each], 1e-5, 0.0) for each in pair]
     for turn in range(30):
         _learn(pair, optimisers, 1, turn)
-        kept = [keep_weights(optimiser) for optimiser in optimisers]
+        kept = [save_weights(optimiser) for optimiser in optimisers]
         _learn(pair, optimisers, 1, 100 + turn)
         for optimiser, before in zip(optimisers, kept, strict=True):
-            put_back(optimiser, before)
+            restore_weights(optimiser, before)
     low, full = pair
     assert torch.equal(optimisers[0].state[low]["master"], full) and torch.equal(low, full.bfloat16())
     fresh, (other, _) = _rounded(1)[0], _rounded(1)
     optimiser = make_optimiser("adamw", [fresh], 1e-2, 0.0)
-    before = keep_weights(optimiser)
+    before = save_weights(optimiser)
     _learn((fresh,), [optimiser], 1, 0)
-    put_back(optimiser, before)
+    restore_weights(optimiser, before)
     assert torch.equal(fresh, other) and "master" not in optimiser.state[fresh]
 
 
@@ -236,4 +236,4 @@ def test_what_bfloat16_weights_learn_in_goes_on_after_a_checkpoint_and_after_the
     _learn((low,), optimisers[:1], 1, 3)
     assert low.abs().max() < 2e-4
     assert optimiser_bytes("adamw", [low, full]) == (12 + 8) * 64 * 64
-    assert kept_bytes("adamw", [low, full]) == (2 + 4 + 4) * 64 * 64
+    assert saved_weights_bytes("adamw", [low, full]) == (2 + 4 + 4) * 64 * 64

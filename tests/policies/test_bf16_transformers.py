@@ -15,9 +15,16 @@ from token_toys import TOKEN, disturb, generator, make_tokens, observe
 from robopolicy.building.policies import load_trainable
 from robopolicy.cli import main
 from robopolicy.core.policy import SupportsMixedPrecision, is_condition
-from robopolicy.nn.pieces import in_pieces, scores_of
-from robopolicy.nn.precision import ROUNDING, as_kept, backward_in, learning_in, to_keep, tolerance_in
-from robopolicy.policies.lerobot.configuration import LeRobotTuning, Tuned
+from robopolicy.nn.pieces import in_micro_batches, scores_of
+from robopolicy.nn.precision import (
+    ROUNDING,
+    as_cached,
+    backward_precision,
+    cast_for_cache,
+    tolerance_in,
+    training_precision,
+)
+from robopolicy.policies.lerobot.configuration import LeRobotTuning, TrainableWeights
 from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig
@@ -40,7 +47,7 @@ def repeated(observation: dict, latents: dict, times: int) -> tuple[dict, dict]:
 
 def scored_again(policy: Any, observation: dict, times: int = 5) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Return a decision in bfloat16, how far its scores are from those of several copies of it, and from fp32's."""
-    with learning_in("bf16"), torch.no_grad():
+    with training_precision("bf16"), torch.no_grad():
         decision = policy.act(observation, torch.Generator().manual_seed(3))
         again = policy.log_prob(*repeated(observation, decision.latents, times)).logp
     assert decision.logp.dtype == again.dtype == torch.float32
@@ -88,7 +95,7 @@ def test_transformers_multiply_in_bfloat16_and_heads_in_fp32():
     decision = policy.act(observe(), generator())
     assert set(map(frozenset, dtypes.values())) == {frozenset({torch.float32})} and len(dtypes) == 3
     dtypes.clear()
-    with learning_in("bf16"):
+    with training_precision("bf16"):
         policy.log_prob(observe(), decision.latents).logp.sum().backward()
     assert dtypes == {"attention": {torch.bfloat16}, "hidden": {torch.bfloat16}, "head": {torch.float32}}
     assert {weight.grad.dtype for weight in policy.trainable_parameters() if weight.grad is not None} == {torch.float32}
@@ -96,9 +103,9 @@ def test_transformers_multiply_in_bfloat16_and_heads_in_fp32():
 
 def gradient(policy: Any, observation: dict, latents: dict, precision: Any) -> torch.Tensor:
     policy.zero_grad(set_to_none=True)
-    with learning_in(precision):
+    with training_precision(precision):
         logp = scores_of(policy, observation, latents).logp
-    with backward_in(precision):
+    with backward_precision(precision):
         (logp * torch.linspace(-1, 1, logp.numel()).view_as(logp)).sum().backward()
     grads = [weight.grad for weight in policy.trainable_parameters() if weight.grad is not None]
     assert {grad.dtype for grad in grads} == {torch.float32}
@@ -109,14 +116,14 @@ def test_gradients_are_nearly_those_of_fp32_and_the_same_where_steps_are_compute
     gradients = {}
     for checkpointing in (False, True):
         policy = load_trainable(
-            folders["smolvla"], LeRobotTuning(gradient_checkpointing=checkpointing, trainable=Tuned.ALL)
+            folders["smolvla"], LeRobotTuning(gradient_checkpointing=checkpointing, trainable=TrainableWeights.ALL)
         )
         policy.prepare_finetuning()
         observation = observed(policy)
         latents = policy.act(observation, torch.Generator().manual_seed(3)).latents
         for precision in ("fp32", "bf16", "bf16_backward"):
             gradients[checkpointing, precision] = gradient(policy, observation, latents, precision)
-            with in_pieces(2):
+            with in_micro_batches(2):
                 pieces = gradient(policy, observation, latents, precision)
             torch.testing.assert_close(pieces, gradients[checkpointing, precision], rtol=0.05, atol=0.02)
     exact = gradients[False, "fp32"]
@@ -130,23 +137,23 @@ def test_what_was_kept_in_bfloat16_is_read_in_fp32_too(folders):  # noqa: F811
     policy = load_trainable(folders["pi0"], LeRobotTuning())
     policy.prepare_finetuning()
     observation = observed(policy)
-    with learning_in("bf16"):
+    with training_precision("bf16"):
         decision = policy.act(observation, torch.Generator().manual_seed(3))
         made = {"condition": torch.ones(2), "condition.mask": torch.ones(2, dtype=torch.bool)}
-        kept = to_keep(made)
+        kept = cast_for_cache(made)
         assert [value.dtype for value in kept.values()] == [torch.bfloat16, torch.bool]
-    assert to_keep(made) is made
+    assert cast_for_cache(made) is made
     again = policy.log_prob(observation, decision.latents).logp.detach()
     assert float((again - decision.logp)[decision.mask].abs().max()) < 2 * ROUNDING
-    assert as_kept(kept, policy)["condition"].dtype is torch.float32
-    assert as_kept(kept, torch.nn.Linear(1, 1, dtype=torch.bfloat16)) is kept, "it was in bfloat16 by itself"
+    assert as_cached(kept, policy)["condition"].dtype is torch.float32
+    assert as_cached(kept, torch.nn.Linear(1, 1, dtype=torch.bfloat16)) is kept, "it was in bfloat16 by itself"
 
 
 def test_kept_prefixes_take_half_in_the_budget(folders):  # noqa: F811
     policy = load_trainable(folders["smolvla"], LeRobotTuning())
     policy.prepare_finetuning()
     plain = plan_memory(policy, 8, 8, images=False)
-    with learning_in("bf16"):
+    with training_precision("bf16"):
         lowered = plan_memory(policy, 8, 8, images=False)
     prefix = 2 * 4 * (4 + 8 + 1) * 16 * 2  # keys and values, layers, tokens, size, bytes saved of each number
     assert plain.kept - lowered.kept == 2 * 8 * prefix

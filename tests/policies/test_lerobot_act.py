@@ -16,8 +16,8 @@ from robopolicy.building.policies import load_trainable
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
 from robopolicy.core.examples import example_batch
 from robopolicy.data.record import record
-from robopolicy.nn.precision import learning_in, tolerance_in
-from robopolicy.policies.lerobot.configuration import LeRobotStart, LeRobotTuning, Tuned
+from robopolicy.nn.precision import tolerance_in, training_precision
+from robopolicy.policies.lerobot.configuration import LeRobotStart, LeRobotTuning, TrainableWeights
 from robopolicy.policies.loading import build_policy, load_policy
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.configuration import FinetuneConfig
@@ -122,7 +122,7 @@ def test_the_loss_is_lerobots_own_dropout_and_all(folders, tmp_path, kind, vae):
 
 
 def test_demonstrations_are_imitated(folders):
-    policy = loaded(folders["state"], trainable=Tuned.LEROBOT)
+    policy = loaded(folders["state"], trainable=TrainableWeights.LEROBOT)
     observation = observed(policy)
     batch = example_batch(policy.spec, observation)
     batch["action_valid"][:] = True
@@ -183,7 +183,7 @@ def test_a_frozen_backbone_is_run_once_a_decision(folders):
     scores.logp.sum().backward()
     graded = {name for name, weight in policy.named_parameters() if weight.grad is not None and weight.grad.any()}
     assert {"log_std", "policy.model.action_head.weight"} <= graded and not any("backbone" in name for name in graded)
-    whole = loaded(folders["camera"], trainable=Tuned.ALL)
+    whole = loaded(folders["camera"], trainable=TrainableWeights.ALL)
     decision = whole.act(observation, torch.Generator().manual_seed(1))
     assert set(decision.latents) == {"actions"}
     whole.log_prob(observation, decision.latents).logp.sum().backward()
@@ -221,7 +221,7 @@ def test_it_multiplies_in_the_precision_of_the_run(folders):
     policy = loaded(folders["state"])
     observation = observed(policy)
     plain = noise_free(policy, observation)
-    with learning_in("bf16"):
+    with training_precision("bf16"):
         lowered = noise_free(policy, observation)
     assert 0 < (lowered - plain).abs().max() < 0.1
     _, apart, moved = scored_again(policy, observation)

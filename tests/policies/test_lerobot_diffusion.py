@@ -26,7 +26,7 @@ from robopolicy.core.examples import example_batch
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.randomness import use_generator
 from robopolicy.core.spec import TASK
-from robopolicy.policies.lerobot.configuration import LeRobotTuning, Tuned
+from robopolicy.policies.lerobot.configuration import LeRobotTuning, TrainableWeights
 from robopolicy.policies.lerobot.families import _history
 from robopolicy.policies.loading import load_policy
 from robopolicy.testing.policy import Level, check_policy
@@ -221,7 +221,7 @@ def test_images_are_cropped_at_random_in_the_loss_alone_as_lerobot_does_in_train
     else:
         crop = {"image_resize_shape": [40, 40], "image_crop_shape": [32, 32], "image_crop_is_random": True}
         folder = edited(folders[kind], tmp_path / "copy", dropout=0.0, **crop)
-    policy = loaded(folder, trainable=Tuned.ALL)
+    policy = loaded(folder, trainable=TrainableWeights.ALL)
     observation = observed(policy)
     generator = torch.Generator().manual_seed(0)
     observation[FRONT] = torch.randint(0, 256, observation[FRONT].shape, generator=generator, dtype=torch.uint8)

@@ -24,7 +24,7 @@ from robopolicy.core.spec import TASK
 from robopolicy.nn import shapes
 from robopolicy.nn.precision import tolerance_in
 from robopolicy.policies.lerobot.acting import load_lerobot_policy
-from robopolicy.policies.lerobot.configuration import LeRobotTuning, Tuned
+from robopolicy.policies.lerobot.configuration import LeRobotTuning, TrainableWeights
 from robopolicy.policies.lerobot.reading import FastTokenizer
 from robopolicy.policies.loading import load_policy
 from robopolicy.testing.policy import Level, check_policy
@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
     with tiny_pi(len(tokenizer)):
         with without_code():
             save(config, root / "policy")
-        teach(loaded(root / "policy", trainable=Tuned.ALL), root / "taught")
+        teach(loaded(root / "policy", trainable=TrainableWeights.ALL), root / "taught")
         yield root / "taught"
 
 
@@ -191,7 +191,7 @@ def test_images_are_embedded_once_a_decision_while_what_sees_is_frozen(folder):
     graded = {name for name, weight in policy.named_parameters() if weight.grad is not None and weight.grad.any()}
     assert any("lm_head" in name for name in graded)
     assert all("language_model" in name or "lm_head" in name for name in graded)
-    whole = loaded(folder, trainable=Tuned.ALL)
+    whole = loaded(folder, trainable=TrainableWeights.ALL)
     decision = whole.act(observation, torch.Generator().manual_seed(1))
     assert set(decision.latents) == {"tokens"}
     whole.log_prob(observation, decision.latents).logp.sum().backward()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_lerobot_training import ROWS, language_folders, observed, trained
 
-from robopolicy.policies.lerobot.training import AtOnce
-from robopolicy.policies.network import EveryStep, steps_of
+from robopolicy.policies.lerobot.training import BatchedSteps
+from robopolicy.policies.network import IndependentSteps, steps_of
 
 pytestmark = pytest.mark.long
 
@@ -40,7 +40,7 @@ def test_predictions_and_gradients_are_those_of_single_steps(folders, kind, chos
     times = torch.tensor([0.9, 0.6] if chosen is None else [0.9, 0.6, 0.3, 0.1])
     order = None if chosen is None else torch.tensor(chosen)
     steps = steps_of(network, times, condition)
-    assert isinstance(steps, AtOnce) and network.family.pays(x, condition)
+    assert isinstance(steps, BatchedSteps) and network.family.is_faster(x, condition)
     weights = [weight for weight in network.parameters() if weight.requires_grad]
     direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(4))
 
@@ -60,7 +60,7 @@ def test_predictions_and_gradients_are_those_of_single_steps(folders, kind, chos
 def test_a_step_sees_nothing_of_the_others(folders, kind):
     network, x, condition = prepared(folders[kind])
     steps = steps_of(network, torch.tensor([0.9, 0.6]), condition)
-    assert network.family.pays(x, condition)
+    assert network.family.is_faster(x, condition)
     other = x.clone()
     other[:, 1] += 1
     with torch.no_grad():
@@ -71,11 +71,11 @@ def test_a_step_sees_nothing_of_the_others(folders, kind):
 def test_steps_longer_than_the_prefix_take_copies_of_it(folders, monkeypatch):
     network, x, condition = prepared(folders["smolvla"])
     steps, twice = steps_of(network, torch.tensor([0.9, 0.6, 0.3, 0.1]), condition), torch.cat([x, x], 1)
-    assert not network.family.pays(twice, condition)
+    assert not network.family.is_faster(twice, condition)
     monkeypatch.delattr(type(network.family), "denoise_several")
     assert steps.several(twice, None).shape == twice.shape
 
 
 def test_pi05s_times_scale_a_whole_suffix_so_its_steps_stay_apart(folders):
     network, _, condition = prepared(folders["pi05"])
-    assert isinstance(steps_of(network, torch.tensor([0.9, 0.6, 0.3]), condition), EveryStep)
+    assert isinstance(steps_of(network, torch.tensor([0.9, 0.6, 0.3]), condition), IndependentSteps)

@@ -14,7 +14,7 @@ from robopolicy.core.examples import example_observation
 from robopolicy.core.spec import WorldSpec
 from robopolicy.policies.lerobot.acting import FromLeRobot, load_lerobot_policy
 from robopolicy.policies.lerobot.configuration import LeRobotStart, LeRobotTuning
-from robopolicy.policies.lerobot.statistics import fill_in, lacking
+from robopolicy.policies.lerobot.statistics import fill_in, missing_statistics
 
 pytestmark = pytest.mark.long
 
@@ -41,10 +41,10 @@ def episodes_for(policy: Any) -> Episodes:
 
 def test_a_policy_that_shall_learn_is_refused_without_them(tmp_path):
     folder = bare(act_config(), tmp_path / "act")
-    assert "action" in lacking(load_lerobot_policy(folder))
+    assert "action" in missing_statistics(load_lerobot_policy(folder))
     with pytest.raises(ConfigError, match=r"lack the statistics of .*action.*train DATASET policy.kind=lerobot"):
         load_trainable(folder, LeRobotTuning())
-    assert lacking(load_lerobot_policy(save(act_config(), tmp_path / "whole"))) == ()
+    assert missing_statistics(load_lerobot_policy(save(act_config(), tmp_path / "whole"))) == ()
 
 
 @pytest.mark.parametrize("cameras", [(), (FRONT,)])
@@ -56,7 +56,7 @@ def test_data_fills_them_in_and_they_are_saved(cameras, tmp_path):
         policy = FromLeRobot.build(LeRobotStart(folder), spec, episodes, 0)
     policy.save(tmp_path / "saved")
     again = load_lerobot_policy(tmp_path / "saved")
-    assert lacking(again) == ()
+    assert missing_statistics(again) == ()
     (normaliser,) = [step for step in again.preprocess.steps if hasattr(step, "norm_map")]
     mean, std = episodes.actions.mean(0).numpy(), episodes.actions.std(0, correction=0).numpy()
     assert normaliser.stats["action"]["mean"] == pytest.approx(mean, rel=1e-4)
@@ -120,14 +120,14 @@ def test_others_than_those_that_normalise_are_none(tmp_path):
     known = statistics(config.input_features or {}, config.output_features or {})
     folder = bare(config, tmp_path / "act", known)
     policy = load_lerobot_policy(folder)
-    assert "action" in lacking(policy)
+    assert "action" in missing_statistics(policy)
     with pytest.raises(ConfigError, match=r"lack the statistics of .*action.*\(q01, q99\).*train DATASET"):
         policy.act(example_observation(policy.spec, 2, torch.Generator().manual_seed(0)), torch.Generator())
     with pytest.raises(ConfigError, match=r"lack the statistics of .*\(q01, q99\)"):
         load_trainable(folder, LeRobotTuning())
     with pytest.warns(RobopolicyWarning, match="the data's statistics are used now"):
         fill_in(policy, episodes_for(policy))
-    assert lacking(policy) == ()
+    assert missing_statistics(policy) == ()
     assert (
         policy.act(example_observation(policy.spec, 2, torch.Generator()), torch.Generator()).actions.isfinite().all()
     )

@@ -30,7 +30,7 @@ from robopolicy.inference.engine import with_engine
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.policies.lerobot import reading as lerobot_reading
 from robopolicy.policies.lerobot.acting import LeRobotPolicy, load_lerobot_policy
-from robopolicy.policies.lerobot.configuration import LeRobotStart, LeRobotTuning, Tuned
+from robopolicy.policies.lerobot.configuration import LeRobotStart, LeRobotTuning, TrainableWeights
 from robopolicy.policies.loading import build_policy, load_policy
 from robopolicy.policies.network import steps_of
 from robopolicy.rl.critic import state_critic
@@ -285,7 +285,10 @@ def test_a_base_takes_the_first_steps_and_stays(folders, tmp_path):
             for each in (acting, restored)
         )
         assert torch.equal(*(each if name == "predict" else each.actions for each in (own, kept)))
-    for tuned in (Tuned.ALL, Tuned.LEROBOT):  # other weights learn now, and the base is what it was
+    for tuned in (
+        TrainableWeights.ALL,
+        TrainableWeights.LEROBOT,
+    ):  # other weights learn now, and the base is what it was
         other: Any = load_trainable(tmp_path / "tuned", LeRobotTuning(trainable=tuned))
         assert torch.equal(other.trajectory(observation, noise), after)
     with pytest.warns(RobopolicyWarning, match="frozen base .* the base is removed"):
@@ -304,7 +307,7 @@ def test_activations_computed_again_give_the_same_gradients(folders):
     gradients = []
     for checkpointing in (False, True):
         policy = load_trainable(
-            folders["smolvla"], LeRobotTuning(trainable=Tuned.ALL, gradient_checkpointing=checkpointing)
+            folders["smolvla"], LeRobotTuning(trainable=TrainableWeights.ALL, gradient_checkpointing=checkpointing)
         )
         observation = observed(policy)
         decision = policy.act(observation, torch.Generator().manual_seed(1))

@@ -21,7 +21,7 @@ from robopolicy.core.examples import example_batch
 from robopolicy.core.spec import STATE, TASK
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.precision import tolerance_in
-from robopolicy.policies.lerobot.configuration import LeRobotTuning, Tuned
+from robopolicy.policies.lerobot.configuration import LeRobotTuning, TrainableWeights
 from robopolicy.policies.loading import load_policy
 from robopolicy.testing.policy import Level, check_policy
 
@@ -208,7 +208,7 @@ def test_what_is_saved_is_lerobots_again(folder, tmp_path, rank):
 
 
 def test_a_base_takes_the_first_steps_and_stays(folder):
-    policy = load_trainable(folder, LeRobotTuning(trainable=Tuned.ALL))
+    policy = load_trainable(folder, LeRobotTuning(trainable=TrainableWeights.ALL))
     with pytest.warns(
         RobopolicyWarning, match="a frozen base runs the first denoising steps, which LeRobot does not support"
     ):

@@ -21,7 +21,7 @@ from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.nn import pretrained
 from robopolicy.nn.language import Reading
-from robopolicy.nn.precision import ROUNDING, learning_in
+from robopolicy.nn.precision import ROUNDING, training_precision
 from robopolicy.nn.vision_language import VisionLanguageProcessor, images_of_rows
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, load_policy
 from robopolicy.policies.token.configuration import TokenDecoding, TokenVision
@@ -98,7 +98,7 @@ def test_they_keep_the_promises_of_policies(checkpoints, name: str, decoding: To
 @pytest.mark.parametrize("name", FAMILIES)
 def test_they_act_score_and_imitate_in_bfloat16(checkpoints, name: str, decoding: TokenDecoding):
     policy, observation = disturb(build(checkpoints[name], decoding=decoding)), observe()
-    with learning_in("bf16"):
+    with training_precision("bf16"):
         decision = policy.act(observation, generator())
         lowered = policy.log_prob(observation, decision.latents).logp
         batch = example_batch(policy.spec, observation, torch.device("cpu"))

@@ -23,7 +23,7 @@ from seeing_toys import CAMERA, SIZE, SeeingWorld
 from robopolicy.building.policies import load_trainable
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
-from robopolicy.policies.lerobot.configuration import LeRobotTuning, Tuned
+from robopolicy.policies.lerobot.configuration import LeRobotTuning, TrainableWeights
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
@@ -122,7 +122,7 @@ def test_it_learns_from_its_rewards_and_not_from_those_of_others(tmp_path, kind,
 @pytest.mark.parametrize("world", [SeeingWorld(64, horizon=1), Deaf(64, horizon=1)], ids=["told", "deaf"])
 def test_tokens_learn_from_their_rewards_and_not_from_those_of_others(tmp_path, world):
     with tiny_pi(WORDS):
-        policy = load_trainable(save("pi0_fast", tmp_path), LeRobotTuning(trainable=Tuned.ALL))
+        policy = load_trainable(save("pi0_fast", tmp_path), LeRobotTuning(trainable=TrainableWeights.ALL))
         imitate_roughly(policy)  # what says no actions at all would first have to find some
         policy.save(tmp_path / "taught")
         policy = load_trainable(tmp_path / "taught", LeRobotTuning())

@@ -11,7 +11,7 @@ from seeing_toys import SeeingWorld, denoising_policy
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.machine import free_memory
 from robopolicy.nn.optimisers import optimiser_bytes
-from robopolicy.nn.precision import learning_in
+from robopolicy.nn.precision import training_precision
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.memory import MemoryBudget, held_by, plan_memory, plan_pretraining, what_packing_leaves
@@ -147,7 +147,7 @@ def _fits(policy, batch_size: int, available: int) -> bool:
 def test_activations_grow_by_the_row_and_casts_of_weights_do_not():
     policy = prepared()
     for precision in ("fp32", "bf16"):
-        with learning_in(precision):
+        with training_precision(precision):
             few, many = plan_memory(policy, 20, 2), plan_memory(policy, 20, 20)
         assert many.activations - few.activations == 18 * few.each
     assert few.activations - 2 * few.each > 0  # weights in bfloat16 are held once

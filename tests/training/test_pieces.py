@@ -15,8 +15,8 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Scores
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import STATE, TASK
-from robopolicy.nn.pieces import in_pieces, loss_of, recomputed, scores_of, values_of
-from robopolicy.nn.precision import backward_in, is_lowered, learning_in
+from robopolicy.nn.pieces import in_micro_batches, loss_of, recomputed, scores_of, values_of
+from robopolicy.nn.precision import backward_precision, is_lowered, training_precision
 from robopolicy.policies.configuration import Likelihood
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.experimental.side_models import QEnsemble
@@ -161,7 +161,7 @@ def test_scores_and_gradients_are_those_of_the_whole(kind, rows, at_once):
     latents = policy.act(observation, torch.Generator().manual_seed(3)).latents
     results_of_pieces: list[tuple[Scores, torch.Tensor]] = []
     for size in (0, at_once):
-        with in_pieces(size):
+        with in_micro_batches(size):
             scores = scores_of(policy, observation, latents)
         loss = scores.logp.square().mean() + scores.entropy.mean() + sum(e.mean() for e in scores.extras.values())
         results_of_pieces.append((scores, gradient(policy, loss)))
@@ -181,7 +181,7 @@ def test_a_loss_in_pieces_is_computed_again_from_the_same_draws():
         "actions": torch.rand(rows, 1, 2),
         "action_valid": torch.ones(rows, 1, dtype=torch.bool),
     }
-    with in_pieces(4):
+    with in_micro_batches(4):
         losses = loss_of(policy, batch, torch.Generator().manual_seed(0))["denoising"]
     surrogate_gradient = gradient(policy, losses.sum())
     seeds = torch.randint(2**62, (2,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -200,7 +200,7 @@ def test_values_of_a_critic_are_those_of_the_whole():
     torch.nn.init.normal_(critic.layers[-1].weight)
     observation = {STATE: torch.randn(7, 1, 2)}
     whole = critic(observation)
-    with in_pieces(3):
+    with in_micro_batches(3):
         torch.testing.assert_close(values_of(critic, observation), whole)
 
 
@@ -227,7 +227,7 @@ def test_activations_of_one_piece_are_held_at_a_time():
     rows = {STATE: torch.ones(12)}
     critic(rows).sum()
     held.clear()
-    with in_pieces(3):
+    with in_micro_batches(3):
         values_of(critic, rows).sum().backward()
     assert alive == [1, 1, 1, 1] and float(weight.grad) == 12
 
@@ -241,9 +241,9 @@ def test_what_is_computed_again_is_so_in_the_precision_it_was():
 
     def found(precision, function):
         x.grad = None
-        with learning_in(precision):
+        with training_precision(precision):
             made = function(x)
-        with backward_in(precision):
+        with backward_precision(precision):
             made.backward()
         return made.detach(), x.grad
 

@@ -12,12 +12,12 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import Field
 from robopolicy.nn.configuration import DenoiserKind
 from robopolicy.nn.precision import (
-    backward_in,
+    backward_precision,
     is_lowered,
-    learning_in,
-    multiplied,
     require_precision,
+    run_in_training_precision,
     tolerance_in,
+    training_precision,
 )
 from robopolicy.policies import DenoisingPolicy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood
@@ -53,9 +53,9 @@ def _gradient(policy, observation, latents, precision) -> tuple[torch.Tensor, to
     weights = policy.trainable_parameters()
     for weight in weights:
         weight.grad = None
-    with learning_in(precision):
+    with training_precision(precision):
         logp = policy.log_prob(observation, latents).logp
-    with backward_in(precision):
+    with backward_precision(precision):
         (logp * torch.linspace(-1, 1, logp.numel()).view_as(logp)).sum().backward()
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     assert {item.dtype for item in gradients} == {torch.float32}
@@ -70,7 +70,7 @@ def test_a_policy_acts_and_is_scored_alike_in_bfloat16(denoiser, likelihood):
     policy.prepare_finetuning(2)
     observation = _seen(40)
     exact = policy.act(observation, torch.Generator().manual_seed(3))
-    with learning_in("bf16"), torch.no_grad():
+    with training_precision("bf16"), torch.no_grad():
         decision = policy.act(observation, torch.Generator().manual_seed(3))
         rows = torch.arange(40).repeat(5)  # as many more as there are in minibatches
         again = policy.log_prob(
@@ -105,7 +105,7 @@ def test_only_the_hidden_layers_of_a_critic_are_lowered():
     exact = critic(observation).detach()
     dtypes: list[torch.dtype] = []
     critic.layers[-1].register_forward_pre_hook(lambda module, inputs: dtypes.append(inputs[0].dtype))
-    with learning_in("bf16"):
+    with training_precision("bf16"):
         values = critic(observation).detach()
     assert values.dtype == torch.float32
     assert dtypes == [torch.float32]
@@ -114,13 +114,13 @@ def test_only_the_hidden_layers_of_a_critic_are_lowered():
 
 def test_nothing_is_lowered_outside_and_the_context_ends_with_errors():
     weight = torch.randn(8, 8)
-    with pytest.raises(RuntimeError, match="on the way"), learning_in("bf16"):
+    with pytest.raises(RuntimeError, match="on the way"), training_precision("bf16"):
         assert is_lowered()
         raise RuntimeError("on the way")
     assert not is_lowered()
     made = weight @ weight
-    with learning_in("bf16_backward"):
-        assert torch.equal(multiplied(lambda: weight @ weight, CPU), made)
+    with training_precision("bf16_backward"):
+        assert torch.equal(run_in_training_precision(lambda: weight @ weight, CPU), made)
 
 
 @needs_bf16

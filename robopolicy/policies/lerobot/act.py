@@ -23,14 +23,14 @@ from robopolicy.core.policy import CONDITION, Decision, Scores, TensorObservatio
 from robopolicy.core.randomness import normal, use_generator
 from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows
-from robopolicy.nn.precision import multiplied
+from robopolicy.nn.precision import run_in_training_precision
 from robopolicy.nn.schedules import Normal
 from robopolicy.policies.interface import check_chunks, in_range, register_range
 from robopolicy.policies.lerobot.configuration import LEAST_STD, LeRobotTuning
 from robopolicy.policies.lerobot.features import LeRobotReader
 from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.policies.network import Condition, freeze
-from robopolicy.policies.steps import stood_for
+from robopolicy.policies.steps import probed_actions
 
 IMAGES = "observation.images"
 ACTION, PADDING = "action", "action_is_pad"
@@ -148,7 +148,7 @@ class GaussianACT(LeRobotModule):
         """Implement `core.steps.DescribesSteps.describe_steps`; the exploration std is not included."""
         action = self.spec.action.size
         description = {"kind": "one Gaussian around a chunk", "executed steps": self.spec.chunk}
-        return description | stood_for(self.executed, action, self.action_low.device)
+        return description | probed_actions(self.executed, action, self.action_low.device)
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the latents [N, ...] with which `act` would have produced chunks [N, C, A] in world units."""
@@ -239,7 +239,7 @@ class GaussianACT(LeRobotModule):
             inputs[IMAGES] = [inputs[key] for key in inner.config.image_features]
         model = copy.copy(inner.model)  # shallow: the same weights
         model._modules = {**inner.model._modules, "backbone": _Seen()}
-        return multiplied(lambda: model(inputs)[0], self.log_std.device)
+        return run_in_training_precision(lambda: model(inputs)[0], self.log_std.device)
 
     def _in_world(self, actions: Tensor) -> Tensor:
         return in_range(self.executed(actions), self.action_low, self.action_high)

@@ -54,7 +54,7 @@ from robopolicy.policies.lerobot.features import (
 )
 from robopolicy.policies.lerobot.reading import (
     first_line,
-    nothing_downloaded,
+    offline_loading,
     read_config,
     read_policy,
     read_processors,
@@ -91,7 +91,7 @@ def load_lerobot_policy(
     if settings is None:
         settings = read_settings(folder)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-    with nothing_downloaded(folder, kind), torch.random.fork_rng(devices=devices):
+    with offline_loading(folder, kind), torch.random.fork_rng(devices=devices):
         for name in PROCESSORS:
             check_processor(folder, name, kind)
         check_normalisation(folder)
@@ -193,12 +193,12 @@ class LeRobotPolicy(LeRobotReader):
 
     @property
     def module(self) -> nn.Module:
-        """The LeRobot policy, with all weights; see `abilities.HoldsModule`."""
+        """The LeRobot policy, with all weights; see `abilities.WrapsModule`."""
         return self.policy
 
     @property
-    def began_elsewhere(self) -> bool:
-        """True: see `abilities.BeganElsewhere`."""
+    def is_pretrained(self) -> bool:
+        """True: see `abilities.IsPretrained`."""
         return True
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.ranges import Count, NonNegative, Pixels, Positive
 from robopolicy.core.storage import read_errors, read_object, recover_folder
 from robopolicy.nn.configuration import FlowNoise
@@ -18,7 +19,7 @@ LEAST_STD = 1e-3
 """Lower bound of act's learned exploration std, in normalised actions."""
 
 
-class Tuned(Enum):
+class TrainableWeights(Enum):
     """Trainable weights: expert, the denoising modules with all observation encoders frozen; all; or lerobot, as in the
     checkpoint's config.
     """
@@ -40,7 +41,7 @@ class LeRobotTuning:
         "checkpointing": "gradient_checkpointing",
     }
 
-    trainable: Tuned = Tuned.EXPERT
+    trainable: TrainableWeights = TrainableWeights.EXPERT
     """Weights to train: expert (the observation encoder is frozen and runs once per policy call), all, or lerobot
     (those that the checkpoint's config leaves trainable).
     """
@@ -92,12 +93,12 @@ class LeRobotStart:
 
     path: Path | None = None
     """Folder of the LeRobot checkpoint, with config.json, model.safetensors and processors."""
-    trainable: Tuned = Tuned.LEROBOT
+    trainable: TrainableWeights = TrainableWeights.LEROBOT
     """Weights to train: lerobot (those that the checkpoint's config leaves trainable), expert, or all."""
     levels_per_sample: Count = 1
     """Number of noise levels at which each sample is denoised; its observation is encoded once."""
 
-    began_elsewhere: ClassVar[bool] = True
+    is_pretrained: ClassVar[bool] = True
 
     def reach(self) -> Reach:
         """Implement `SaysReach.reach`; raises ConfigError without a folder, CheckpointError for another checkpoint."""
@@ -147,3 +148,6 @@ class LeRobotSettings:
     tuning: LeRobotTuning = field(default_factory=LeRobotTuning)
     base: Mapping[str, Any] | None = None
     log_std: tuple[float, ...] | None = None
+
+
+keep_former_names(__name__, {"Tuned": "TrainableWeights"})

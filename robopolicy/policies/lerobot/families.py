@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import CONDITION
 from robopolicy.nn.configuration import FlowNoise, Prediction, Spacing
 from robopolicy.nn.schedules import EstimateSchedule, Schedule
@@ -82,7 +83,7 @@ class Family(Protocol):
 
 
 @runtime_checkable
-class SeveralAtOnce(Protocol):
+class BatchesSteps(Protocol):
     """Optional: a family that evaluates several steps without copying the condition for each."""
 
     def denoise_several(self, x: Tensor, times: Tensor, condition: Condition) -> Tensor:
@@ -94,7 +95,7 @@ class SeveralAtOnce(Protocol):
         ...
 
 
-class Squared:
+class SquaredErrorFamily:
     """Base of families whose latents are (padded) actions trained with a squared error."""
 
     def __init__(self, config: Any):
@@ -135,7 +136,7 @@ BETAS = (0.0001, 0.02)
 """beta_start and beta_end of diffusers' and LeRobot's schedules, the ends of a linear beta_schedule."""
 
 
-class Prefixed(Squared):
+class PrefixFamily(SquaredErrorFamily):
     """Base of families with a key-value prefix for the observation and a flow-matching expert."""
 
     reads_instructions = True
@@ -155,7 +156,7 @@ class Prefixed(Squared):
         """Implement `Family.schedule`."""
         return make_schedule(config)
 
-    def pays(self, x: Tensor, condition: Condition) -> bool:
+    def is_faster(self, x: Tensor, condition: Condition) -> bool:
         """Whether the k concatenated chunks, k P of x [N, k, P, L], are no longer than the prefix; attention is
         computed over all of them.
         """
@@ -167,7 +168,7 @@ class Prefixed(Squared):
         return self.model.action_out_proj(steps.to(torch.float32))
 
 
-class SmolVLA(Prefixed):
+class SmolVLA(PrefixFamily):
     """SmolVLA: the state is the last token of the prefix, and the expert attends to the prefix in every layer."""
 
     steps_setting = "num_steps"
@@ -194,7 +195,7 @@ class SmolVLA(Prefixed):
         return self.model.denoise_step(condition[MASK], _cache(condition), x, time)
 
     def denoise_several(self, x: Tensor, times: Tensor, condition: Condition) -> Tensor:
-        """Predict velocities [N, k, P, L]; see `SeveralAtOnce`."""
+        """Predict velocities [N, k, P, L]; see `BatchesSteps`."""
         suffixes, padding_mask, order = self.model.embed_suffix(x.flatten(0, 1), times.flatten())
         suffix, positions, mask = _side_by_side(suffixes, padding_mask, order, condition[MASK])
         (_, after), _ = self.model.vlm_with_expert.forward(
@@ -218,7 +219,7 @@ class SmolVLA(Prefixed):
         ]
 
 
-class Pi(Prefixed):
+class Pi(PrefixFamily):
     """pi0, with the state as first token of the suffix, and pi05, with the state as part of the text."""
 
     steps_setting = "num_inference_steps"
@@ -264,7 +265,7 @@ class Pi0(Pi):
     """pi0 only: time is part of its suffix tokens. In pi05 time scales whole suffixes of a single step."""
 
     def denoise_several(self, x: Tensor, times: Tensor, condition: Condition) -> Tensor:
-        """Predict velocities [N, k, P, L]; see `SeveralAtOnce`."""
+        """Predict velocities [N, k, P, L]; see `BatchesSteps`."""
         from lerobot.policies.common.vla_utils import prepare_attention_masks_4d
 
         state = condition[STATE].repeat_interleave(x.shape[1], 0)
@@ -282,7 +283,7 @@ class Pi0(Pi):
         return self._predicted(after, x)
 
 
-class Diffusion(Squared):
+class Diffusion(SquaredErrorFamily):
     """The U-Net of `diffusion`, conditioned on one feature vector of the whole history; chunks start at its first
     frame.
     """
@@ -323,7 +324,7 @@ class Diffusion(Squared):
         return _diffusion_schedule(self.config, config)
 
 
-class MultiTaskDiT(Squared):
+class MultiTaskDiT(SquaredErrorFamily):
     """The transformer of `multi_task_dit`, conditioned on one feature vector of history and instruction.
 
     Its flow uses reversed time, from noise at 0 to data at 1, and predicts data - noise.
@@ -516,7 +517,7 @@ def why_not_trainable(policy: "PreTrainedPolicy") -> str:
     return ""
 
 
-def why_as_many_steps(policy: "PreTrainedPolicy", steps_setting: str) -> str:
+def why_steps_are_fixed(policy: "PreTrainedPolicy", steps_setting: str) -> str:
     """Return the reason why LeRobot cannot run a few-step student, "" if it can."""
     config: Any = policy.config
     if steps_setting:
@@ -612,3 +613,14 @@ def _cache(condition: Condition) -> Any:
     for layer, (keys, values) in enumerate(zip(condition[KEYS].unbind(1), condition[VALUES].unbind(1), strict=True)):
         cache.update(keys, values, layer)
     return cache
+
+
+keep_former_names(
+    __name__,
+    {
+        "SeveralAtOnce": "BatchesSteps",
+        "Squared": "SquaredErrorFamily",
+        "Prefixed": "PrefixFamily",
+        "why_as_many_steps": "why_steps_are_fixed",
+    },
+)

@@ -16,7 +16,7 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import write_folder_atomic, write_json
 from robopolicy.core.structured import to_plain
 from robopolicy.policies.foreign import SETTINGS_FILE
-from robopolicy.policies.lerobot.configuration import LeRobotSettings, Tuned
+from robopolicy.policies.lerobot.configuration import LeRobotSettings, TrainableWeights
 from robopolicy.policies.lerobot.features import LeRobotReader, executed
 
 EXTRA = "vla"
@@ -36,8 +36,8 @@ class LeRobotModule(nn.Module):
         names = {module: name for name, module in self.policy.named_modules()}
         self._acting = tuple(names[module] for module in acting)  # adapters put another module at a layer's name
         self.adapter_rank = 0
-        if self.tuning.trainable is not Tuned.LEROBOT:
-            self.policy.requires_grad_(self.tuning.trainable is Tuned.ALL)
+        if self.tuning.trainable is not TrainableWeights.LEROBOT:
+            self.policy.requires_grad_(self.tuning.trainable is TrainableWeights.ALL)
             for module in self.acting:
                 module.requires_grad_(True)
 
@@ -47,8 +47,8 @@ class LeRobotModule(nn.Module):
         return tuple(map(self.policy.get_submodule, self._acting))
 
     @property
-    def began_elsewhere(self) -> bool:
-        """True: see `abilities.BeganElsewhere`."""
+    def is_pretrained(self) -> bool:
+        """True: see `abilities.IsPretrained`."""
         return True
 
     def mapping_for(self, world: WorldSpec) -> str:

@@ -24,14 +24,14 @@ from robopolicy.core.policy import CONDITION, Decision, Scores, TensorObservatio
 from robopolicy.core.randomness import use_generator
 from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows
-from robopolicy.nn.precision import as_kept, lowering, to_keep
-from robopolicy.nn.pretrained import quiet
+from robopolicy.nn.precision import as_cached, cast_for_cache, lowering
+from robopolicy.nn.pretrained import quiet_logger
 from robopolicy.policies.interface import check_chunks, in_range, register_range
 from robopolicy.policies.lerobot.families import TOKEN_MASK, TOKENS
 from robopolicy.policies.lerobot.features import LeRobotReader
 from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.policies.network import Condition, freeze
-from robopolicy.policies.steps import stood_for
+from robopolicy.policies.steps import probed_actions
 
 IMAGES, SEEN, TEXT, TEXT_MASK = (f"{CONDITION}.{name}" for name in ("images", "seen", "text", "text_mask"))
 
@@ -131,7 +131,7 @@ class FastTokens(LeRobotModule):
         cached_condition = (
             {name: value for name, value in latents.items() if is_condition(name)} if self.caches_condition else {}
         )
-        scores = self._scores(as_kept(cached_condition, self) or self.encode(observation), tokens)
+        scores = self._scores(as_cached(cached_condition, self) or self.encode(observation), tokens)
         if "chosen" in latents:
             indices = latents["chosen"]
             return Scores(scores.logp.gather(1, indices), scores.entropy.gather(1, indices))
@@ -140,7 +140,7 @@ class FastTokens(LeRobotModule):
     def describe_steps(self) -> dict[str, Any]:
         """Implement `core.steps.DescribesSteps.describe_steps`; the exploration temperature is not included."""
         chunk, action = self.spec.chunk, self.spec.action.size
-        probe = stood_for(self.executed, action, self.action_low.device)
+        probe = probed_actions(self.executed, action, self.action_low.device)
         # A wave that is the same one in every policy's normalised actions: how it is said is vocabulary and tokenizer.
         wave = torch.linspace(-0.5, 0.5, chunk * action, device=self.action_low.device).view(1, chunk, action)
         probe_tokens = self._told(self.executed(wave))[0]
@@ -193,7 +193,7 @@ class FastTokens(LeRobotModule):
             TEXT: frame[TOKENS],
             TEXT_MASK: frame[TOKEN_MASK].bool(),
         }
-        return to_keep(condition)
+        return cast_for_cache(condition)
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
         """Prepare for policy gradients through all tokens; train_encoder False freezes the image encoder.
@@ -284,7 +284,7 @@ class FastTokens(LeRobotModule):
         lenient = copy.copy(inner)
         lenient.config = copy.copy(inner.config)
         lenient.config.validate_action_token_prefix = False
-        with quiet(""):  # LeRobot makes zeros of what is no action, and a warning each time
+        with quiet_logger(""):  # LeRobot makes zeros of what is no action, and a warning each time
             word_tokens = torch.where(tokens < self.words, tokens, 0)  # a model may have more words than its tokenizer
             actions = lenient.detokenize_actions(word_tokens, self.spec.chunk, self.spec.action.size)
         return in_range(self.executed(actions), self.action_low, self.action_high)

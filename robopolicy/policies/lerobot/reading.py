@@ -20,10 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from robopolicy.core.checkpoints import WEIGHTS, AllocationLimit, require_dtypes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.storage import read_errors, read_object
 from robopolicy.core.tensors import load_tensors, tensor_dtypes, tensor_elements
-from robopolicy.nn.pretrained import offline, quiet
+from robopolicy.nn.pretrained import hub_offline, quiet_logger
 from robopolicy.policies.lerobot.checks import ACTION_TOKENIZER, PROCESSORS
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
 
     Copies are created on the CPU and moved one after the other. Raises CheckpointError when their file is damaged.
     """
-    byte_count, bits = weights_bytes(folder), 8 * bytes_a_weight(folder)
+    byte_count, bits = weights_bytes(folder), 8 * bytes_per_weight(folder)
     for place, times in ((torch.device("cpu"), copies if device.type == "cpu" else 1), (device, copies)):
         free_bytes = free_memory(place)
         if free_bytes is not None and times * byte_count > free_bytes:
@@ -79,14 +80,14 @@ def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
             )
 
 
-def bytes_a_weight(folder: Path) -> int:
+def bytes_per_weight(folder: Path) -> int:
     """Return the bytes per weight of the policy in `folder`: 2 if its config.json requests it."""
     return 2 if read_object(folder / "config.json").get("dtype") == "bfloat16" else 4
 
 
 def weights_bytes(folder: Path) -> int:
     """Return the memory of the weights of the policy in `folder` in bytes; raises CheckpointError when damaged."""
-    return bytes_a_weight(folder) * tensor_elements(folder / WEIGHTS)
+    return bytes_per_weight(folder) * tensor_elements(folder / WEIGHTS)
 
 
 DRAWS = {"normal_", "uniform_", "trunc_normal_", "orthogonal_"} | {
@@ -95,7 +96,7 @@ DRAWS = {"normal_", "uniform_", "trunc_normal_", "orthogonal_"} | {
 """Names of functions that initialise weights: tensor methods, and torch.nn.init, which transformers partly replaces."""
 
 
-class Undrawn(TorchFunctionMode):
+class SkipWeightInit(TorchFunctionMode):
     """Context that skips weight initialisation of new modules, because every weight is then read from a file.
 
     Initialisation is nine tenths of the loading time of a SmolVLA.
@@ -119,7 +120,7 @@ def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "Pre
     from lerobot.policies.factory import get_policy_class
     from safetensors.torch import load_model
 
-    with tokenizers_as_data(config), _allowance(folder, weights), Undrawn() if weights else nullcontext():
+    with tokenizers_as_data(config), _allowance(folder, weights), SkipWeightInit() if weights else nullcontext():
         policy: Any = get_policy_class(config.type)(config)
     if config.type == "xvla":
         _check_action_mode(policy, folder)
@@ -233,12 +234,12 @@ def _check_words(folder: Path, policy: "PreTrainedPolicy", tokenizer: Any) -> No
 
 
 @contextmanager
-def nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
+def offline_loading(folder: Path, kind: str) -> Iterator[None]:
     """Keep the Hugging Face hub offline and quiet, and raise LeRobot's errors as CheckpointError or ConfigError of one
     line.
     """
     try:
-        with quiet(), offline(), redirect_stdout(io.StringIO()):
+        with quiet_logger(), hub_offline(), redirect_stdout(io.StringIO()):
             yield
     except RobopolicyError:
         raise
@@ -349,3 +350,9 @@ def tokenizers_as_data(config: Any) -> Iterator[None]:
         yield
     finally:
         module.AutoProcessor, module.AutoTokenizer = before
+
+
+keep_former_names(
+    __name__,
+    {"Undrawn": "SkipWeightInit", "nothing_downloaded": "offline_loading", "bytes_a_weight": "bytes_per_weight"},
+)

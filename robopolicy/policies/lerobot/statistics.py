@@ -14,6 +14,7 @@ from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.policies.lerobot.checks import ASKED
 from robopolicy.policies.lerobot.features import LeRobotReader
@@ -27,7 +28,7 @@ REMEDY = (
 )
 
 
-def lacking(policy: LeRobotReader) -> tuple[str, ...]:
+def missing_statistics(policy: LeRobotReader) -> tuple[str, ...]:
     """Return the LeRobot features whose normalisation statistics are incomplete."""
     return tuple(dict.fromkeys(name for step in _normalisers(policy) for name in _lacking_in(step)))
 
@@ -39,7 +40,7 @@ def require_statistics(policy: LeRobotReader) -> None:
     """
     _require_sizes(policy)
     _require_types(policy)
-    if missing_names := lacking(policy):
+    if missing_names := missing_statistics(policy):
         raise ConfigError(f"{_said(policy, missing_names)} {REMEDY}")
 
 
@@ -51,7 +52,7 @@ def check_acting(policy: LeRobotReader) -> None:
     """
     _require_sizes(policy)
     _require_types(policy)
-    if not (missing_names := lacking(policy)):
+    if not (missing_names := missing_statistics(policy)):
         return
     if any((step.stats or {}).get(name) for step in _normalisers(policy) for name in missing_names):
         raise ConfigError(f"{_said(policy, missing_names)} {REMEDY}")
@@ -137,7 +138,7 @@ def fill_in(policy: LeRobotReader, episodes: Episodes) -> None:
 
     Raises ConfigError when the episodes lack such a field.
     """
-    missing_names = lacking(policy)
+    missing_names = missing_statistics(policy)
     if not missing_names:
         return
     statistics = {name: _statistics(_values(policy, episodes, name)) for name in missing_names}
@@ -194,3 +195,6 @@ def _statistics(values: Tensor) -> dict[str, Any]:
     quantiles = {f"q{share:02d}": torch.quantile(rows, share / 100, dim=0) for share in (1, 10, 50, 90, 99)}
     moments = {"min": values.amin(0), "max": values.amax(0), "mean": values.mean(0), "std": values.std(0, correction=0)}
     return {name: value.numpy() for name, value in {**moments, **quantiles}.items()}
+
+
+keep_former_names(__name__, {"lacking": "missing_statistics"})

@@ -21,15 +21,16 @@ from torch.func import functional_call
 from torch.nn.functional import pad
 
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import described_origin, origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.randomness import use_generator
 from robopolicy.core.tensors import load_tensors
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.pieces import recomputed
-from robopolicy.nn.precision import lowering, to_keep
+from robopolicy.nn.precision import cast_for_cache, lowering
 from robopolicy.nn.schedules import Schedule
-from robopolicy.nn.sharing import copied
+from robopolicy.nn.sharing import copy_trainable
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot.act import GaussianACT
@@ -37,16 +38,16 @@ from robopolicy.policies.lerobot.configuration import LeRobotTuning
 from robopolicy.policies.lerobot.families import (
     FAMILIES,
     WITHOUT_STEPS,
-    SeveralAtOnce,
-    Squared,
-    why_as_many_steps,
+    BatchesSteps,
+    SquaredErrorFamily,
     why_not_trainable,
+    why_steps_are_fixed,
 )
 from robopolicy.policies.lerobot.features import LeRobotReader
 from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.policies.lerobot.pi0_fast import FastTokens
 from robopolicy.policies.lerobot.statistics import require_statistics
-from robopolicy.policies.network import Condition, EveryStep, Steps
+from robopolicy.policies.network import Condition, IndependentSteps, Steps
 
 READ_BY: Mapping[str, tuple[str, ...]] = {
     "flow_noise": ("flow",),
@@ -145,7 +146,7 @@ def _least_noise(tuning: LeRobotTuning, chain: Mapping[str, Any]) -> dict[str, A
 
 
 class LeRobotNetwork(LeRobotModule):
-    """A LeRobot policy as the network of a `DenoisingPolicy`: a `DenoisingNetwork` with `latents.OwnLatents`."""
+    """A LeRobot policy as the network of a `DenoisingPolicy`: a `DenoisingNetwork` with `latents.CustomLatents`."""
 
     def __init__(self, policy: LeRobotReader):
         inner: Any = policy.policy
@@ -169,7 +170,7 @@ class LeRobotNetwork(LeRobotModule):
         """Whether its latents are (padded) normalised actions rather than a representation from which actions are
         computed.
         """
-        return isinstance(self.family, Squared)
+        return isinstance(self.family, SquaredErrorFamily)
 
     def forward(self, method: str, *arguments: Any) -> Any:
         """Call a method by name, so that `functional_call` can call it with other weights."""
@@ -182,14 +183,14 @@ class LeRobotNetwork(LeRobotModule):
         """
         frames = self.reader.frames(observation)
         with lowering(self.reader.device), self._at_random(self.cropping, generator):
-            return to_keep(self.family.read(frames))
+            return cast_for_cache(self.family.read(frames))
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Predict [N, P, L]; see `DenoisingNetwork`."""
         return self.family.denoise(x, time, condition)
 
     def denoise_in_loss(self, x: Tensor, time: Tensor, condition: Condition, generator: torch.Generator) -> Tensor:
-        """Predict [N, P, L] in training mode with LeRobot's dropout; see `LearnsAtRandom`."""
+        """Predict [N, P, L] in training mode with LeRobot's dropout; see `HasDropout`."""
         with self._at_random(self.dropping, generator):
             return self.denoise(x, time, condition)
 
@@ -212,13 +213,13 @@ class LeRobotNetwork(LeRobotModule):
 
     def steps(self, times: Tensor, condition: Condition) -> Steps:
         """Prepare steps at times [K]; see `SharesSteps`."""
-        each_step = EveryStep(self, times, condition)
+        each_step = IndependentSteps(self, times, condition)
         if self.tuning.gradient_checkpointing:
-            return Recomputed(each_step)
+            return CheckpointedSteps(each_step)
         # In bfloat16 products differ with the shape, by more than scores of what acted may.
         weights = [weight for module in self.family.denoising_modules() for weight in module.parameters()]
         exact = all(weight.dtype == torch.float32 for weight in weights)
-        return AtOnce(each_step, self.family) if exact and isinstance(self.family, SeveralAtOnce) else each_step
+        return BatchedSteps(each_step, self.family) if exact and isinstance(self.family, BatchesSteps) else each_step
 
     def to_latents(self, actions: Tensor) -> Tensor:
         """Convert actions [N, P, A] to normalised actions [N, P, L], padded at the end."""
@@ -229,11 +230,11 @@ class LeRobotNetwork(LeRobotModule):
         return self.executed(self.family.finished(latents))
 
     def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
-        """Return the schedule that LeRobot samples by; see `OwnLatents`."""
+        """Return the schedule that LeRobot samples by; see `CustomLatents`."""
         return self.family.schedule(config)
 
     def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Return LeRobot's training loss of each step, [N, P]; see `OwnLatents`."""
+        """Return LeRobot's training loss of each step, [N, P]; see `CustomLatents`."""
         return self.family.errors(prediction, target)
 
     def levels(self, count: int, generator: torch.Generator) -> Tensor:
@@ -244,7 +245,7 @@ class LeRobotNetwork(LeRobotModule):
     def why_always_as_many(self) -> str:
         """Return the reason why LeRobot cannot take fewer steps with these weights, "" if it can; see `OwnLatents`."""
         inner: Any = self.policy
-        return why_as_many_steps(inner, self.family.steps_setting)
+        return why_steps_are_fixed(inner, self.family.steps_setting)
 
     def of_steps(self, steps: int) -> Self:
         """Return a copy with `steps` denoising steps in its config, the number that LeRobot then takes; see
@@ -254,15 +255,15 @@ class LeRobotNetwork(LeRobotModule):
         """
         if reason := self.why_always_as_many():
             raise ConfigError(f"It cannot be distilled to fewer steps: {reason}")
-        network = copied(self)
+        network = copy_trainable(self)
         inner: Any = network.policy
         setattr(inner.config, network.family.steps_setting, steps)
         network.tuning = replace(network.tuning, noisy_steps=None)  # it may be more than there are now
         network.reader = network.reader.tuned_by(network.tuning)
         return network
 
-    def frozen_twin(self) -> "FrozenTwin":
-        """Return a frozen copy of this network's current function; see `MakesBase`. Raises ConfigError with
+    def frozen_twin(self) -> "FrozenCopy":
+        """Return a frozen copy of this network's current function; see `CopiesFrozenBase`. Raises ConfigError with
         adapters.
         """
         if self.adapter_rank:
@@ -274,7 +275,7 @@ class LeRobotNetwork(LeRobotModule):
             RobopolicyWarning,
             stacklevel=2,
         )
-        return FrozenTwin(self)
+        return FrozenCopy(self)
 
     def write_checkpoint(self, policy: DenoisingPolicy, folder: Path) -> None:
         """Write a checkpoint for LeRobot's `from_pretrained`, including processors and robopolicy.json, atomically.
@@ -284,13 +285,13 @@ class LeRobotNetwork(LeRobotModule):
         base = policy.finetuning if policy.base is not None else None
 
         def beside(inside: Path) -> None:
-            if isinstance(policy.base, FrozenTwin):
+            if isinstance(policy.base, FrozenCopy):
                 save_file(policy.base.named_weights(), inside / BASE_FILE)
 
         self.write(folder, replace(self.reader.settings, base=base, **described_origin(policy)), beside)
 
 
-class FrozenTwin(nn.Module):
+class FrozenCopy(nn.Module):
     """Frozen copy of a network: copies of the trainable weights, sharing all others.
 
     weights: by name, as from `named_weights`; None: the network's current trainable weights.
@@ -323,10 +324,10 @@ class FrozenTwin(nn.Module):
         return {name: self.get_buffer(f"weight_{index}") for index, name in enumerate(self.names)}
 
 
-class AtOnce:
+class BatchedSteps:
     """`Steps` of a family that evaluates several steps without copying the condition for each."""
 
-    def __init__(self, every: EveryStep, family: SeveralAtOnce):
+    def __init__(self, every: IndependentSteps, family: BatchesSteps):
         self.every, self.family = every, family
 
     def one(self, x: Tensor, step: int) -> Tensor:
@@ -335,16 +336,16 @@ class AtOnce:
 
     def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
         """Predict [N, k, P, L]; see `Steps`."""
-        if not self.family.pays(x, self.every.condition):
+        if not self.family.is_faster(x, self.every.condition):
             return self.every.several(x, chosen)
         times = self.every.times if chosen is None else self.every.times[chosen]
         return self.family.denoise_several(x, times.expand(x.shape[:2]), self.every.condition)
 
 
-class Recomputed:
+class CheckpointedSteps:
     """`Steps` with activation checkpointing: each step is recomputed in the backward pass."""
 
-    def __init__(self, every: EveryStep):
+    def __init__(self, every: IndependentSteps):
         self.every = every
 
     def one(self, x: Tensor, step: int) -> Tensor:
@@ -365,7 +366,7 @@ class Recomputed:
 def _read_base(policy: DenoisingPolicy, folder: Path | None) -> None:
     """Load the policy's frozen base from the file next to its checkpoint, whichever weights were trained there."""
     network, path = policy.network, (folder or Path()) / BASE_FILE
-    if not isinstance(policy.base, FrozenTwin) or not isinstance(network, LeRobotNetwork):
+    if not isinstance(policy.base, FrozenCopy) or not isinstance(network, LeRobotNetwork):
         return
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: it contains the network of the policy's first denoising steps.")
@@ -376,4 +377,7 @@ def _read_base(policy: DenoisingPolicy, folder: Path | None) -> None:
         base_weights = {name: base_weights[f"weight_{index}"] for index, name in enumerate(policy.base.names)}
     if not all(name in parameters and parameters[name].shape == value.shape for name, value in base_weights.items()):
         raise CheckpointError(f"{path} does not match the policy next to it: restore both from a copy.")
-    policy.base = FrozenTwin(network, {name: value.to(parameters[name].device) for name, value in base_weights.items()})
+    policy.base = FrozenCopy(network, {name: value.to(parameters[name].device) for name, value in base_weights.items()})
+
+
+keep_former_names(__name__, {"FrozenTwin": "FrozenCopy", "AtOnce": "BatchedSteps", "Recomputed": "CheckpointedSteps"})

@@ -139,8 +139,8 @@ class TokenPolicyConfig:
     token: TokenConfig = field(default_factory=TokenConfig)
 
     @property
-    def began_elsewhere(self) -> bool:
-        """Whether it starts from a pretrained language model; see `abilities.BeganElsewhere`."""
+    def is_pretrained(self) -> bool:
+        """Whether it starts from a pretrained language model; see `abilities.IsPretrained`."""
         return bool(self.token.model)
 
     def __post_init__(self) -> None:

@@ -59,7 +59,7 @@ class Decoding(Protocol):
         """
         ...
 
-    def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    def latents_for(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return latents with which `sample` could have produced the tokens [N, K]."""
         ...
 
@@ -108,7 +108,7 @@ class CausalDecoding(nn.Module):
                 hidden = language.model.extend(prompt.reading, language.embedding(token)[:, None])
         return {"tokens": torch.stack(tokens, 1)}, torch.stack(scores, 1)
 
-    def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    def latents_for(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the tokens [N, K], whose order is fixed."""
         return {"tokens": tokens}
 
@@ -166,7 +166,7 @@ class ParallelDecoding(nn.Module):
             tokens = torch.where(place < kept[1][:, None], kept[0], tokens)
         return {"tokens": tokens}, _of_tokens(log_probabilities, tokens)
 
-    def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    def latents_for(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the tokens [N, K], which have no order."""
         return {"tokens": tokens}
 
@@ -241,7 +241,7 @@ class MaskedDecoding(nn.Module):
             tokens, logp = torch.where(now, proposal, tokens), torch.where(now, drawn_logp, logp)
         return {"tokens": tokens, "order": order}, logp
 
-    def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    def latents_for(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the tokens [N, K] and a random "order" [N, K] in which the S passes commit the scheduled numbers of
         them.
         """

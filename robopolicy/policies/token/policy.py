@@ -33,19 +33,19 @@ from robopolicy.nn.language import (
 )
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.nn.pretrained import (
-    described_backbone,
+    build_described_backbone,
+    is_vision_language,
     load_pretrained_tokenizer,
     load_processor,
     pretrained_backbone,
     pretrained_config,
     pretrained_vision_language,
-    sees,
 )
 from robopolicy.nn.tokens import ObservationTokens, make_action_tokenizer
 from robopolicy.nn.vision_language import VisionLanguageProcessor, describe_prompt, images_of_rows
 from robopolicy.policies.checkpoint import save_policy, saved_fields
-from robopolicy.policies.interface import check_chunks, given_instructions, in_range, register_range, select_fields
-from robopolicy.policies.steps import stood_for
+from robopolicy.policies.interface import check_chunks, in_range, instructions_or_default, register_range, select_fields
+from robopolicy.policies.steps import probed_actions
 from robopolicy.policies.token.configuration import TokenConfig, TokenPolicyConfig, TokenVision
 from robopolicy.policies.token.decoding import ActionLanguage, MaskedDecoding, Prompt, make_decoding
 
@@ -133,8 +133,8 @@ class TokenPolicy(nn.Module):
             self.fit_normalizers(values)
 
     @property
-    def began_elsewhere(self) -> bool:
-        """Whether it started from a pretrained language model; see `abilities.BeganElsewhere`."""
+    def is_pretrained(self) -> bool:
+        """Whether it started from a pretrained language model; see `abilities.IsPretrained`."""
         return bool(self.config.token.model)
 
     @property
@@ -169,9 +169,9 @@ class TokenPolicy(nn.Module):
         SpecError or NonFiniteError on an invalid observation or unknown words, and NonFiniteError rather than returning
         a non-finite action.
         """
-        return self.say(self._prompt(observation), generator, deterministic=deterministic)
+        return self.generate_actions(self._prompt(observation), generator, deterministic=deterministic)
 
-    def say(self, prompt: Prompt, generator: torch.Generator, *, deterministic: bool) -> Decision:
+    def generate_actions(self, prompt: Prompt, generator: torch.Generator, *, deterministic: bool) -> Decision:
         """Generate actions [B, C, A] after a prompt; see `act`."""
         latents, logp = self.decoding.sample(self._action_language, prompt, generator, deterministic=deterministic)
         mask = torch.full(logp.shape, not deterministic, device=logp.device)
@@ -243,7 +243,7 @@ class TokenPolicy(nn.Module):
         generator: draws the order of the tokens in masked decoding.
         """
         tokens = self.action_tokens.encode(self.action_normalizer(actions.float()))
-        return self.decoding.told(tokens, generator)
+        return self.decoding.latents_for(tokens, generator)
 
     def describe_steps(self) -> dict[str, Any]:
         """Implement `core.steps.DescribesSteps.describe_steps`; the exploration temperature is not included."""
@@ -256,7 +256,7 @@ class TokenPolicy(nn.Module):
             "resolution of frequencies": getattr(tokenizer, "resolution", None),
             "decoding": token.decoding.value,
             "passes of masked decoding": (token.decode_steps, token.decode_schedule.value) if masked else None,
-            **stood_for(self.action_normalizer.inverse, self.action.size, self.action_low.device),
+            **probed_actions(self.action_normalizer.inverse, self.action.size, self.action_low.device),
         }
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
@@ -373,7 +373,7 @@ class TokenPolicy(nn.Module):
             config = from_plain(TokenPolicyConfig, description["config"], "config")
             reader = _saved_reader(folder, description, config.token, metadata["instructions"])
             with torch.random.fork_rng(devices=[]):
-                backbone = described_backbone(description["backbone"])
+                backbone = build_described_backbone(description["backbone"])
             policy = cls(config, observation, action, language=(backbone, reader), **metadata)
             if description["adapters"] is not None:
                 policy.add_lora(description["adapters"]["rank"], description["adapters"]["alpha"])
@@ -411,7 +411,7 @@ class TokenPolicy(nn.Module):
     def texts(self, observation: TensorObservation) -> list[str]:
         """Return the instruction of each of the N rows; raises SpecError if one is missing or unknown."""
         rows = len(observation[next(iter(self.fields))])
-        return given_instructions(observation, rows, self.instructions)
+        return instructions_or_default(observation, rows, self.instructions)
 
     def read(self, texts: Sequence[str], rows: Tensor) -> Reading:
         """Return the cached prompts of rows [N], each one of `texts`, without images."""
@@ -430,7 +430,9 @@ def _language(
     if token.model:
         images = any(key.startswith(IMAGE_PREFIX) for key in fields)
         from_checkpoint = token.vision is TokenVision.CHECKPOINT
-        if images and (from_checkpoint or (token.vision is TokenVision.AUTO and sees(pretrained_config(token.model)))):
+        if images and (
+            from_checkpoint or (token.vision is TokenVision.AUTO and is_vision_language(pretrained_config(token.model)))
+        ):
             return pretrained_vision_language(token.model, token.prompt, split_images=token.split_images)
         return pretrained_backbone(token.model)
     words = WordTokenizer(instructions)

@@ -7,7 +7,7 @@ import torch
 from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Trainable
 from robopolicy.core.world import World
-from robopolicy.nn.sharing import copied
+from robopolicy.nn.sharing import copy_trainable
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
@@ -76,7 +76,7 @@ def make_collector(
     if not (config.props_parts or config.staleness or config.policy_lag):
         return in_turns(policy, config)
     # Acting with the learner's own weights would change them under a batch that is being played.
-    actor = copied(policy).requires_grad_(False).eval()
+    actor = copy_trainable(policy).requires_grad_(False).eval()
     if config.props_parts:
         share = replace(
             config,

@@ -31,7 +31,7 @@ from robopolicy.core.policy import Trainable
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.nn.optimisers import clip_gradients
 from robopolicy.nn.pieces import scores_of
-from robopolicy.nn.sharing import learned, load_learned
+from robopolicy.nn.sharing import load_trainable_state, trainable_state
 from robopolicy.rl.weights import step_mean
 from robopolicy.training.collection.protocol import BatchCollector, Reports
 from robopolicy.training.experience import decisions_at, rescored
@@ -175,8 +175,8 @@ class DelayedCollector(CopyCollector):
 
     def collect(self, iteration: int) -> Rollouts:
         """Collect with the oldest stored weights, at most `delay` updates old."""
-        self.past.append({name: value.detach().clone() for name, value in learned(self.policy).items()})
-        load_learned(self.actor, self.past[0])
+        self.past.append({name: value.detach().clone() for name, value in trainable_state(self.policy).items()})
+        load_trainable_state(self.actor, self.past[0])
         # While fewer than delay + 1 weights are there, the oldest is younger than `delay` updates.
         return self.collector.batch(iteration, iteration + 1 - len(self.past))
 
@@ -248,7 +248,7 @@ class PropsCollector(CopyCollector):
         parts: list[Rollouts] = []
         past = [self._as_own(rollouts) for rollouts in self.past]
         for part in range(self.parts):
-            load_learned(self.actor, learned(self.policy))
+            load_trainable_state(self.actor, trainable_state(self.policy))
             if past or parts:
                 self._adjust([*past, *parts])
             batch = self.collector.batch(iteration * self.parts + part, iteration)
