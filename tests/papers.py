@@ -13,7 +13,7 @@ from typing import Any
 from marked import marked
 
 from robopolicy.core.storage import write_atomic
-from robopolicy.rl.papers import FILE, HEADER, TITLES, Paper, cells, counted, effect, papers, published
+from robopolicy.rl.papers import FILE, HEADER, TITLES, Paper, cells, count_by_status, effect, papers, published
 
 TESTS = Path(__file__).parent
 README = FILE.with_name("README.md")
@@ -50,7 +50,7 @@ def written(text: str) -> str:
     for kind, title in TITLES.items():
         lines = [markdown(paper) for paper in papers() if paper.kind == kind]
         head = [f"| {' | '.join(HEADER)} |", f"|{' --- |' * len(HEADER)}"]
-        parts.append("\n".join([f"**{title}: {counted(kind)}.**", "", *head, *lines]))
+        parts.append("\n".join([f"**{title}: {count_by_status(kind)}.**", "", *head, *lines]))
     table = "\n\n".join(parts)
     return PLACE.sub(lambda _: f"<!-- papers -->\n{table}\n<!-- end -->", text)
 

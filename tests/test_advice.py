@@ -8,7 +8,7 @@ import pytest
 
 from robopolicy.configuration.sections.learn import FinetuneSection
 from robopolicy.evaluation.success import EvaluationResult
-from robopolicy.training.course import Ended
+from robopolicy.training.course import EndReason
 from robopolicy.training.finetune import FinetuneResult
 from robopolicy.training.offline.rounds import Rounds
 from robopolicy.verbs import imagine, offline, online
@@ -134,10 +134,10 @@ def test_rewards_are_options_of_outside_environments_alone():
 def test_imagination_that_pays_nothing_is_named_whatever_ended_it(capsys):
     evidence = Evidence.of(recorded(**UNPAID))
     both = {"base": outcome(0.2), "tuned": outcome(0.2)}
-    imagine.print_advice(ended(Ended.PATIENCE, **WATCHED), both, FinetuneSection(), evidence)
+    imagine.print_advice(ended(EndReason.PATIENCE, **WATCHED), both, FinetuneSection(), evidence)
     assert "All rewards were zero in 1280 imagined episodes" in capsys.readouterr().out
     section = FinetuneSection(target_success=0.9)
-    imagine.print_advice(ended(Ended.TARGET, **WATCHED), both, section, Evidence.of(recorded()))
+    imagine.print_advice(ended(EndReason.TARGET, **WATCHED), both, section, Evidence.of(recorded()))
     assert "not on new ones" in capsys.readouterr().out
 
 
@@ -172,7 +172,7 @@ def test_learning_online_that_gains_nothing_is_advised_by_its_curve(curve, said)
     assert said in online.why_no_gain(curve, True, "dsrl")
 
 
-def ended(why: Ended, **best: float) -> FinetuneResult:
+def ended(why: EndReason, **best: float) -> FinetuneResult:
     return FinetuneResult(20, 1000, why, {"iteration": 10, **best})
 
 
@@ -187,38 +187,38 @@ WATCHED = {
 
 
 def test_why_imagination_ended_is_said_with_what_was_kept():
-    text = imagine.said_at_the_end(ended(Ended.PARTED, **WATCHED))
+    text = imagine.said_at_the_end(ended(EndReason.DIVERGED, **WATCHED))
     assert text == (
         "Stopped after 20 iterations: real and imagined success diverge without real gain. Saved the policy of "
         "iteration 10: real success 69.5% [62.8%, 75.5%], 91.0% in imagination (gap +21.5 points)."
     )
     assert "not evaluated in the real environment" in imagine.said_at_the_end(
-        ended(Ended.ITERATIONS, deterministic_success=0.9)
+        ended(EndReason.ITERATIONS, deterministic_success=0.9)
     )
     returns = {"deterministic_success": 0.0, "deterministic_return": 0.0, "deterministic_real_return": -3.0}
     assert "return 0 in imagination, return -3 in the real environment" in imagine.said_at_the_end(
-        ended(Ended.PATIENCE, **returns)
+        ended(EndReason.PATIENCE, **returns)
     )
-    assert "last policy is saved" in imagine.said_at_the_end(FinetuneResult(3, 30, Ended.ITERATIONS, {}))
+    assert "last policy is saved" in imagine.said_at_the_end(FinetuneResult(3, 30, EndReason.ITERATIONS, {}))
 
 
-@pytest.mark.parametrize("why", list(Ended))
+@pytest.mark.parametrize("why", list(EndReason))
 def test_advice_after_imagination_fits_why_it_ended(why, capsys):
     imagine.print_advice(ended(why, **WATCHED), {"base": judged(0.4), "tuned": judged(0.9)})
     assert not capsys.readouterr().out
     imagine.print_advice(ended(why, **WATCHED), {"base": judged(0.4), "tuned": judged(0.4)})
     output = " ".join(capsys.readouterr().out.split())
     fitting = {
-        Ended.TARGET: "finetune.target_success",
-        Ended.PARTED: "imagine.refresh_every",
-        Ended.PATIENCE: "imagine.patience",
-        Ended.ITERATIONS: "finetune.iterations",
+        EndReason.TARGET: "finetune.target_success",
+        EndReason.DIVERGED: "imagine.refresh_every",
+        EndReason.PATIENCE: "imagine.patience",
+        EndReason.ITERATIONS: "finetune.iterations",
     }
     assert fitting[why] in output and "did not increase" in output
     assert not [other for other in fitting.values() if other != fitting[why] and other in output]
 
 
 def test_what_imagination_alone_chose_is_not_blamed_on_its_settings(capsys):
-    unwatched = ended(Ended.TARGET, deterministic_success=0.99)
+    unwatched = ended(EndReason.TARGET, deterministic_success=0.99)
     imagine.print_advice(unwatched, {"base": judged(0.4), "tuned": judged(0.3)})
     assert "imagine.real_eval_episodes=200" in " ".join(capsys.readouterr().out.split())

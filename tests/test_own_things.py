@@ -19,7 +19,7 @@ from robopolicy.policies import load_policy
 from robopolicy.rl import registry as mechanisms_of_rl
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.configuration import AlgorithmConfig
-from robopolicy.rl.registry import Slot, find
+from robopolicy.rl.registry import Slot, get_mechanism
 from robopolicy.verbs.check import spec_lines
 from sims.registry import load_task, make_saved_world, make_world
 from worldmodels import load_world_model
@@ -193,14 +193,14 @@ def test_own_advantage_decorated_and_plain():
     ranks = f"{OUTSIDE}.mechanisms:ranks"
     config = AlgorithmConfig(algorithm="grpo", advantage=ranks, options={"outside_ranks": {"scale": 2.0}})
     assert build_algorithm(config).advantage.keywords == {"scale": 2.0}
-    decorated = find(Slot.ADVANTAGE, ranks)
+    decorated = get_mechanism(Slot.ADVANTAGE, ranks)
     assert (decorated.name, decorated.source) == ("outside_ranks", "an outside package")
-    plain = find(Slot.ADVANTAGE, "own_things:plain")
+    plain = get_mechanism(Slot.ADVANTAGE, "own_things:plain")
     assert (plain.name, plain.options, plain.needs) == ("plain", {"scale": 1.0}, frozenset())
     with pytest.raises(ConfigError, match="is a mechanism for the slot advantage"):
-        find(Slot.CREDIT, ranks)
+        get_mechanism(Slot.CREDIT, ranks)
     with pytest.raises(ConfigError, match="Did you mean 'plain'"):
-        find(Slot.ADVANTAGE, "own_things:plane")
+        get_mechanism(Slot.ADVANTAGE, "own_things:plane")
 
 
 MECHANISMS = '''

@@ -32,7 +32,7 @@ from robopolicy.training.offline.configuration import (
     ChainPpoConfig,
     WeightedImitationConfig,
 )
-from robopolicy.training.offline.improvers import Lesson, imitate
+from robopolicy.training.offline.improvers import OfflineContext, imitate
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Material:
 
     config: Config
     base: Trainable
-    lesson: Lesson
+    lesson: OfflineContext
     model: Callable[[str], Path]
 
     def draws(self, name: str) -> Generators:

@@ -41,7 +41,7 @@ from robopolicy.nn.branches import Caching
 from robopolicy.nn.configuration import Prediction
 from robopolicy.nn.schedules import DiffusionSchedule
 from robopolicy.policies.denoising import DenoisingPolicy, require_denoising
-from robopolicy.rl.offline.decisions import observed_at
+from robopolicy.rl.offline.decisions import observations_at
 from robopolicy.runs import is_complete
 from robopolicy.verbs import distill
 from robopolicy.verbs.bench import Benchmark, Table
@@ -272,7 +272,7 @@ def recorded(root: Path, task: str, seed: int, policy: DenoisingPolicy) -> Tenso
     frames = steps + episodes.episode_of_step[steps]
     keys = list(policy.spec.observation)
     device = policy.action_low.device
-    return observed_at(episodes.to(device), frames.to(device), policy.spec.history, keys)
+    return observations_at(episodes.to(device), frames.to(device), policy.spec.history, keys)
 
 
 def flops(ways: Mapping[str, Way], label: str, arms: Mapping[str, Arm], first: TensorObservation) -> int:

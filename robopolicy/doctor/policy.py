@@ -20,7 +20,7 @@ from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
 from robopolicy.nn.configuration import NormalizationMode
 from robopolicy.nn.normalizer import ACTION, CONSTANT_SCALE, Normalizer, ShowsNormalizers
-from robopolicy.rl.offline.decisions import observed_at
+from robopolicy.rl.offline.decisions import observations_at
 
 OUTSIDE = {NormalizationMode.MIN_MAX: 1.25, NormalizationMode.MEAN_STD: 3.5}
 """Normalised values beyond this lie outside the data that a normaliser was fitted on."""
@@ -290,7 +290,9 @@ def check_plan(folder: Path, policy: Policy, episodes: Episodes) -> list[Finding
     episodes = episodes_for_policy(policy, episodes)
     frames = torch.linspace(0, episodes.step_count - 1, min(ENGINE_FRAMES, episodes.step_count)).long()
     frames = frames + episodes.episode_of_step.cpu()[frames]
-    observation = observed_at(episodes, frames.to(episodes.device), policy.spec.history, list(policy.spec.observation))
+    observation = observations_at(
+        episodes, frames.to(episodes.device), policy.spec.history, list(policy.spec.observation)
+    )
     try:
         fast = with_engine(policy, plan.config, plan.cache)
     except ConfigError as error:

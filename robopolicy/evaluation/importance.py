@@ -24,7 +24,7 @@ from robopolicy.core.policy import MatchingLikelihood, Policy, ScoredPolicy
 from robopolicy.core.steps import ACTIONS_COMPARED, require_own_actions
 from robopolicy.data.chains import Chains
 from robopolicy.nn.schedules import Normal
-from robopolicy.rl.offline.decisions import ROWS, observed_at
+from robopolicy.rl.offline.decisions import ROWS, observations_at
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def log_densities(policy: Policy, episodes: Episodes, chains: Chains) -> Tensor:
     densities: list[Tensor] = []
     for rows in torch.split(torch.arange(len(chains.step), device=episodes.device), ROWS):
         observation, chain = (
-            observed_at(episodes, frames[rows], spec.history, list(spec.observation)),
+            observations_at(episodes, frames[rows], spec.history, list(spec.observation)),
             chains.chain[rows],
         )
         try:

@@ -24,7 +24,7 @@ from robopolicy.core.returns import returns_to_go
 from robopolicy.core.segments import quantile
 from robopolicy.core.world import World
 from robopolicy.evaluation.success import evaluate_policy, require_success
-from robopolicy.rl.offline.decisions import Decisions, actions_at, observed_at
+from robopolicy.rl.offline.decisions import Decisions, actions_at, observations_at
 from robopolicy.rl.offline.fqe import FittedQ, FqeConfig, fit_q
 from robopolicy.rl.offline.interface import Interface
 
@@ -95,7 +95,7 @@ class Recorded:
     def start_states(self) -> Tensor:
         """Critic inputs at the initial states, [S, size]."""
         episodes, interface = self.episodes, self.interface
-        return interface.state(observed_at(episodes, self.starts, interface.history, interface.keys))
+        return interface.state(observations_at(episodes, self.starts, interface.history, interface.keys))
 
     def flat(self, chunks: Tensor) -> Tensor:
         """Return chunks [n, m, C, A] in the world's units as critic inputs, [n, m, C * A]."""

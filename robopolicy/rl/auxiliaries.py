@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.nn.pieces import loss_of, scores_of
-from robopolicy.rl.context import AuxiliaryInputs, given
+from robopolicy.rl.context import AuxiliaryInputs, require_input
 from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.weights import step_mean
 
@@ -17,7 +17,7 @@ def imitate_base(inputs: AuxiliaryInputs, *, weight: float = 0.05) -> Tensor:
     scalar. Raises ConfigError without a base policy.
     """
     # Fresh decisions in the states that the policy visits by now; the recorded ones are its own, not the base's.
-    decision = given(inputs.base, "base").act(inputs.observation, inputs.context.generator)
+    decision = require_input(inputs.base, "base").act(inputs.observation, inputs.context.generator)
     scores = scores_of(inputs.policy, inputs.observation, decision.latents)
     likelihood = (step_mean(decision.mask) * torch.where(decision.mask, scores.logp, 0.0)).sum()
     return -weight * likelihood
@@ -37,5 +37,5 @@ def imitate_experts(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tensor:
     advantage times a factor that decays over the iterations: here the weight is constant. Returns a scalar: the sum of
     the means of the loss terms [N]. Raises ConfigError without experts.
     """
-    losses = loss_of(inputs.policy, next(given(inputs.experts, "experts")), inputs.context.generator)
+    losses = loss_of(inputs.policy, next(require_input(inputs.experts, "experts")), inputs.context.generator)
     return weight * torch.stack([value.mean() for value in losses.values()]).sum()

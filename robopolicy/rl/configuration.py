@@ -14,10 +14,10 @@ from robopolicy.rl.registry import (
     Need,
     Slot,
     declared_at,
-    find,
+    get_mechanism,
     mechanisms,
     require,
-    written,
+    setting_for,
 )
 
 ORDER = (
@@ -146,7 +146,7 @@ class AlgorithmConfig:
         options: Mapping[str, Mapping[str, Any]] = preset.get("options", {})
 
         def part(slot: Slot, name: str) -> Part:
-            entry = find(slot, name)
+            entry = get_mechanism(slot, name)
             all_options = {**options.get(entry.name, {}), **self.options.get(entry.name, {})}
             entry.require_options(all_options)
             return Part(entry, all_options)
@@ -172,8 +172,8 @@ def _no_preset(name: str) -> str:
     """Return the reason why a name is not a preset: it is a mechanism, which belongs in its slot, or unknown."""
     candidates = declared_at(name) if is_dotted(name) else [entry for entry in mechanisms() if entry.name == name]
     if candidates:
-        settings = " or ".join(written(entry.slot, name) for entry in candidates)
+        settings = " or ".join(setting_for(entry.slot, name) for entry in candidates)
         return f"not a preset but a mechanism, which belongs in a slot: write {settings} next to the name of a preset."
     if is_dotted(name):
-        return f"not a preset: a custom function belongs in a slot, such as {written(Slot.ADVANTAGE, name)}."
+        return f"not a preset: a custom function belongs in a slot, such as {setting_for(Slot.ADVANTAGE, name)}."
     return f"not known.{did_you_mean(name, PRESETS)} `robopolicy algorithms` lists them."

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservation, Trainable, is_condition
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import Field
@@ -173,10 +174,12 @@ class AuxiliaryInputs:
     @property
     def action_values(self) -> ActionValues:
         """The side model that predicts action values; raises ConfigError if there is none."""
-        return given(next((model for model in self.models.values() if isinstance(model, ActionValues)), None), "values")
+        return require_input(
+            next((model for model in self.models.values() if isinstance(model, ActionValues)), None), "values"
+        )
 
 
-def given[T](value: T | None, name: str) -> T:
+def require_input[T](value: T | None, name: str) -> T:
     """Return `value`; raises ConfigError if it is None, i.e. if a mechanism reads an input that it has not declared as
     a need.
     """
@@ -193,10 +196,13 @@ def score_extra(scores: Scores, name: str) -> Tensor:
     return scores.extras[name]
 
 
-def for_another_policy(latents: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def latents_for_other_policy(latents: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return latents [n, ...] that any policy with the same steps can score, without the acting policy's encoder
     output.
 
     Another policy must encode the observation itself.
     """
     return {name: value for name, value in latents.items() if not is_condition(name)}
+
+
+keep_former_names(__name__, {"given": "require_input", "for_another_policy": "latents_for_other_policy"})

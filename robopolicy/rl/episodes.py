@@ -23,6 +23,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array, is_mapping
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.images import FrameStore, Keeping, store_for
 from robopolicy.core.origin import prefix_errors
 from robopolicy.core.player import Player, PolicyActor
@@ -110,7 +111,7 @@ def surprise(logp: Tensor, mask: Tensor) -> Array:
     return np.asarray(-(torch.where(mask, logp, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)).cpu(), dtype=np.float64)
 
 
-def shared_out(surprises: Sequence[float], branches: int) -> list[int]:
+def allocate_branches(surprises: Sequence[float], branches: int) -> list[int]:
     """Distribute `branches` over n episodes in proportion to exp(surprise), [n].
 
     Rounded to integers by largest remainders (ties: the first), so that they sum to `branches`.
@@ -124,14 +125,14 @@ def shared_out(surprises: Sequence[float], branches: int) -> list[int]:
     return [int(count) for count in counts]
 
 
-def shared_in_groups(groups: Sequence[int], surprises: Sequence[float], each: int) -> list[int]:
+def allocate_branches_by_group(groups: Sequence[int], surprises: Sequence[float], each: int) -> list[int]:
     """Return the number of branches of each of n episodes, [n]: each group distributes `each` times its number of
     episodes.
     """
     branches = [each] * len(groups)
     for group in set(groups):
         members = [place for place, other in enumerate(groups) if other == group]
-        counts = shared_out([surprises[place] for place in members], each * len(members))
+        counts = allocate_branches([surprises[place] for place in members], each * len(members))
         for place, count in zip(members, counts, strict=True):
             branches[place] = count
     return branches
@@ -418,7 +419,7 @@ class EpisodePlayer:
         child_count = self.branching.width - 1
         children = [child_count] * len(due)
         if self.branching.uncertain:
-            children = shared_in_groups(
+            children = allocate_branches_by_group(
                 [row.request.group for _, row in due], [row.surprise for _, row in due], child_count
             )
         for place, (index, running) in enumerate(due):
@@ -433,7 +434,7 @@ class EpisodePlayer:
     def _stopped(self, column: dict[str, Any]) -> Array:
         """Count chunks without movement, and truncate the episodes [B] bool with too many in a row."""
         stopped_rows = np.zeros(len(self.rows), dtype=bool)
-        for index, moves in enumerate(moved(column["observation"], column["next_observation"])):
+        for index, moves in enumerate(changed_rows(column["observation"], column["next_observation"])):
             running = self.rows[index]
             if running is not None:
                 running.still = 0 if moves else running.still + 1
@@ -588,3 +589,9 @@ def _join(parts: list[dict[str, Any]]) -> dict[str, Any]:
         values = [part[key] for part in parts]
         columns[key] = _join(values) if is_mapping(value) else torch.cat(values)
     return columns
+
+
+keep_former_names(
+    __name__,
+    {"shared_out": "allocate_branches", "shared_in_groups": "allocate_branches_by_group", "moved": "changed_rows"},
+)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from robopolicy.core.arrays import is_sequence
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.storage import resource
 
 FILE = Path(__file__).with_name("papers.json")
@@ -114,8 +115,11 @@ def effect(paper: Paper, checks: Mapping[str, Any]) -> str:
     return f"{verdict}: {100 * difference:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
-def counted(*kinds: Kind) -> str:
+def count_by_status(*kinds: Kind) -> str:
     """Count the papers of these kinds that work, are partly implemented, and are absent."""
     statuses = [paper.status for paper in papers() if paper.kind in kinds]
     parts = ", ".join(f"{statuses.count(status)} {status}" for status in ("works", "part", "absent"))
     return f"{len(statuses)} papers: {parts}"
+
+
+keep_former_names(__name__, {"counted": "count_by_status"})

@@ -23,9 +23,9 @@ from robopolicy.core.segments import Segments
 from robopolicy.core.storage import recover_folder, write_folder_atomic
 from robopolicy.core.tensors import load_tree, save_tree
 from robopolicy.rl.coefficients import sides
-from robopolicy.rl.context import Context, for_another_policy
+from robopolicy.rl.context import Context, latents_for_other_policy
 from robopolicy.rl.registry import Slot, mechanism
-from robopolicy.rl.replay import Buffer, joined
+from robopolicy.rl.replay import Buffer, append_rollouts
 
 _NAME = "preferences"
 
@@ -142,9 +142,9 @@ class Preferences(Buffer):
         if any(
             set(each) != condition_names for each in conditions
         ):  # a policy that cannot be asked: all rows are read as they are scored
-            return joined(_unread(rollouts), older)
+            return append_rollouts(_unread(rollouts), older)
         older = [replace(part, latents={**part.latents, **each}) for part, each in zip(older, conditions, strict=True)]
-        return joined(rollouts, older)
+        return append_rollouts(rollouts, older)
 
     def store(self, folder: Path, instructions: tuple[str, ...]) -> None:
         """Write all stored pairs to `folder`, as one dataset; write nothing if there are none."""
@@ -216,7 +216,7 @@ def _bare(rollouts: Rollouts) -> Rollouts:
 
 def _unread(rollouts: Rollouts) -> Rollouts:
     """Drop the image encoder's outputs."""
-    return replace(rollouts, latents=for_another_policy(rollouts.latents))
+    return replace(rollouts, latents=latents_for_other_policy(rollouts.latents))
 
 
 def _as_rows_of(part: Rollouts, rollouts: Rollouts) -> Rollouts:

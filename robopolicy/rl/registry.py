@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, did_you_mean
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.registry import is_dotted, load_dotted
 
 DECORATOR = "mechanism"
@@ -282,7 +283,7 @@ def mechanisms(slot: Slot | None = None) -> list[Mechanism]:
     return sorted(selection, key=lambda entry: (order.index(entry.slot), entry.name))
 
 
-def find(slot: Slot, name: str) -> Mechanism:
+def get_mechanism(slot: Slot, name: str) -> Mechanism:
     """Return the mechanism with this name or import path; raises ConfigError with the closest name if there is none."""
     if is_dotted(name):
         return _at(slot, name)
@@ -296,23 +297,25 @@ def find(slot: Slot, name: str) -> Mechanism:
 
 
 def declared_at(path: str) -> list[Mechanism]:
-    """Return the mechanism declarations at an import path, [] if there are none; raises ConfigError as `find`."""
+    """Return the mechanism declarations at an import path, [] if there are none; raises ConfigError as
+    `get_mechanism`.
+    """
     function = load_dotted(path, "Mechanism")
     entries = {**_installed(), **_registered, **_ours()}.values()
     return [entry for entry in entries if callable(function) and entry.path == _path_of(function)]
 
 
-def written(slot: Slot, name: str) -> str:
+def setting_for(slot: Slot, name: str) -> str:
     """Return the setting that selects a mechanism in its slot, a list if the slot takes several."""
     return f"{slot.value}=[{name}]" if slot in SEVERAL else f"{slot.value}={name}"
 
 
-def choose(slot: Slot, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def bind_options(slot: Slot, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Return the mechanism's function with bound options; a class is bound as well, not yet constructed.
 
     Raises ConfigError for an unknown name or option.
     """
-    entry = find(slot, name)
+    entry = get_mechanism(slot, name)
     entry.require_options(options or {})
     return partial(entry.function, **(options or {}))
 
@@ -406,3 +409,6 @@ def unknown_option(option: str, value: str, known: Iterable[str]) -> ConfigError
     """
     names = tuple(known)
     return ConfigError(f"options.{option}={value} is not known.{did_you_mean(value, names)} Known: {', '.join(names)}.")
+
+
+keep_former_names(__name__, {"written": "setting_for", "find": "get_mechanism", "choose": "bind_options"})

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -69,7 +70,7 @@ def _older(rollouts: Rollouts) -> Rollouts:
     return replace(rollouts, parent=no_parent, branch_decision=no_parent, logp_proximal=None)
 
 
-def joined(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
+def append_rollouts(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
     """Append older rows to the current ones, in separate groups; return the current ones unchanged if there are
     none.
     """
@@ -117,12 +118,12 @@ class Spear(Buffer):
                 older_parts.append(with_advantage(part, self._grown(context) * gain))
         if not older_parts:
             return rollouts
-        older = joined(older_parts[0], older_parts[1:])
+        older = append_rollouts(older_parts[0], older_parts[1:])
         row_limit = int(self.share * len(returns))
         if len(older.group) > row_limit:
             order = torch.randperm(len(older.group), generator=context.generator, device=context.generator.device)
             older = older.take(order[:row_limit].sort().values)
-        return joined(rollouts, [older])
+        return append_rollouts(rollouts, [older])
 
     def _grown(self, context: Context) -> float:
         """Current weight."""
@@ -153,3 +154,6 @@ def with_advantage(rollouts: Rollouts, per_row: Tensor) -> Rollouts:
 
 def _median(values: tuple[float, ...]) -> float:
     return float(torch.tensor(values, dtype=torch.float64).median())
+
+
+keep_former_names(__name__, {"joined": "append_rollouts"})

@@ -19,7 +19,7 @@ from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.segments import Segments
 from robopolicy.nn.optimisers import optimiser_tree, restore_optimiser
 from robopolicy.nn.sharing import copy_trainable
-from robopolicy.rl.context import Context, Tools, given
+from robopolicy.rl.context import Context, Tools, require_input
 from robopolicy.rl.critic import StateFeatures
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -140,7 +140,7 @@ class ImplicitReward(SideNetwork[Trainable]):
         have the same outcome, it is not informative about their chunks.
         """
         with torch.no_grad():
-            reference = self._logp(given(self.tools.base, "base"), rollouts)
+            reference = self._logp(require_input(self.tools.base, "base"), rollouts)
         telling = mixed_groups(rollouts).nonzero().squeeze(-1)
         for places in minibatches(len(telling), self.minibatch, self.epochs, context):
             index = telling[places]

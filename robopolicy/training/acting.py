@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.randomness import uniform
 from robopolicy.core.spec import PolicySpec
@@ -22,7 +23,7 @@ learner's, whatever is executed.
 """
 
 
-class TeacherTurns:
+class TeacherSchedule:
     """Schedule of the teacher's probability of acting: starts at `first` and falls linearly to 0 at fraction `until` of
     the run.
 
@@ -54,7 +55,7 @@ class MixedPolicy:
     policy gradient, but state-based losses (auxiliaries=[dagger]) use it. The latents record who acted.
     """
 
-    def __init__(self, learner: Policy, turns: TeacherTurns):
+    def __init__(self, learner: Policy, turns: TeacherSchedule):
         learner_spec, other = learner.spec, turns.teacher.spec
         if other.chunk < learner_spec.chunk:
             raise ConfigError(
@@ -97,3 +98,6 @@ class MixedPolicy:
         # action that nobody took.
         mask = decision.mask & ~teacher_mask[:, None]
         return Decision(actions, latents, torch.where(mask, decision.logp, 0.0), mask)
+
+
+keep_former_names(__name__, {"TeacherTurns": "TeacherSchedule"})

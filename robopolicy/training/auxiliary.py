@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, did_you_mean
 from robopolicy.core.finite_values import require_finite_columns
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Trainable
 from robopolicy.core.randomness import derive_seed
 from robopolicy.core.spec import IMAGE_PREFIX, Field
@@ -66,13 +67,13 @@ class FieldHead(nn.Module):
         return unit
 
 
-class TellsFields(nn.Module):
+class WithStatePrediction(nn.Module):
     """Policy with the auxiliary loss added, which `fit` trains in its place (a `core.regression.Regressor`)."""
 
     def __init__(self, policy: Trainable, head: FieldHead):
         super().__init__()
         self.policy, self.head = policy, head
-        self._encoder = (seeing_encoder(policy),)  # a tuple: it is a submodule of the policy already
+        self._encoder = (trainable_image_encoder(policy),)  # a tuple: it is a submodule of the policy already
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the policy's losses [N] of a batch, plus the error of "fields" predicted from its features."""
@@ -97,7 +98,7 @@ def _outputs(module: nn.Module) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def seeing_encoder(policy: Trainable) -> ObservationEncoder:
+def trainable_image_encoder(policy: Trainable) -> ObservationEncoder:
     """Return the policy's trainable image encoder; raises ConfigError when it has no built-in one."""
     for module in cast(nn.Module, policy).modules():
         if isinstance(module, ObservationEncoder) and any(each.requires_grad for each in module.cameras.parameters()):
@@ -108,13 +109,13 @@ def seeing_encoder(policy: Trainable) -> ObservationEncoder:
     )
 
 
-def new_head(policy: Trainable, episodes: Episodes, config: PretrainConfig, seed: int) -> FieldHead:
+def build_state_head(policy: Trainable, episodes: Episodes, config: PretrainConfig, seed: int) -> FieldHead:
     """Build a head that predicts config.auxiliary_keys from the image features of `policy`, on the policy's device.
 
     seed: seed of its initial weights. Raises ConfigError when the policy reads no images or reads a field itself,
     DataError when the episodes lack such a vector or it contains NaN or infinity.
     """
-    encoder, fields = seeing_encoder(policy), {}
+    encoder, fields = trainable_image_encoder(policy), {}
     vectors = [key for key in episodes.observation if not key.startswith(IMAGE_PREFIX)]
     for key in config.auxiliary_keys:
         if key in policy.spec.observation:
@@ -135,3 +136,9 @@ def with_fields(batches: Iterator[dict[str, Any]], data: Episodes, keys: Sequenc
     for batch in batches:
         observation = data.windows(batch["steps"], 1, 1, keys)["observation"]
         yield {**batch, FIELDS: {key: observation[key][:, 0] for key in keys}}
+
+
+keep_former_names(
+    __name__,
+    {"TellsFields": "WithStatePrediction", "seeing_encoder": "trainable_image_encoder", "new_head": "build_state_head"},
+)

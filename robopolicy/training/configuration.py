@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Positive
 from robopolicy.nn.configuration import LearningPrecision, Optimiser
 from robopolicy.rl.configuration import AlgorithmConfig
@@ -376,7 +377,7 @@ NEARNESS = "bc"
 """Name of the loss that keeps a policy close to its base policy."""
 
 
-def held_near_base(settings: FinetuneConfig, weight: float) -> FinetuneConfig:
+def with_bc_toward_base(settings: FinetuneConfig, weight: float) -> FinetuneConfig:
     """Return the settings with the BC loss toward the base policy added; unchanged when they already name it."""
     auxiliaries = tuple(settings.of("auxiliaries", ()))
     if NEARNESS in auxiliaries:
@@ -433,3 +434,6 @@ class OnlineConfig:
             raise ConfigError("steps, warmup, utd_ratio, evaluate_every and evaluate_at must not be negative.")
         if self.batch_size < 1 or self.checkpoint_every < 1:
             raise ConfigError("batch_size and checkpoint_every must be at least 1.")
+
+
+keep_former_names(__name__, {"held_near_base": "with_bc_toward_base"})

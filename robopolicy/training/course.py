@@ -10,51 +10,54 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from robopolicy.core.former_names import keep_former_names
 
-class Ended(StrEnum):
+
+class EndReason(StrEnum):
     """Reason why a run ended."""
 
     TARGET = "target reached"
-    PARTED = "real and imagined success diverge without real gain"
+    DIVERGED = "real and imagined success diverge without real gain"
     PATIENCE = "patience"
     ITERATIONS = "all iterations done"
 
 
 @dataclass(frozen=True)
-class Oversight:
+class StoppingSettings:
     """Stopping settings of a run.
 
     watched: whether success is also measured in the real environment, and only that counts; patience: number of
     consecutive evaluations without gain that ends the run, 0 to disable. A watched run gains when its real success
-    exceeds the best or the previous evaluation beyond chance; any other run gains on a new best score. leash: initial
-    factor of the `bc` loss toward the base policy, 0 to disable it; tighten: factor by which it grows at every diverged
-    evaluation whose gap has not narrowed, 1 to keep it constant.
+    exceeds the best or the previous evaluation beyond chance; any other run gains on a new best score. bc_weight:
+    initial factor of the `bc` loss toward the base policy, 0 to disable it; bc_growth: factor by which it grows at
+    every diverged evaluation whose gap has not narrowed, 1 to keep it constant.
     """
 
     patience: int = 0
-    leash: float = 1.0
-    tighten: float = 1.0
+    bc_weight: float = 1.0
+    bc_growth: float = 1.0
     watched: bool = True
 
 
-class Course:
+class StoppingRule:
     """Tracks the evaluations of one run. target: success that ends the run, None for no target.
 
     The first evaluation above a target is optimistically biased. If its metrics contain `confirmed_success`, measured
     on held-out episodes that selected nothing, both must reach the target.
 
-    `leash` is the current factor of the `bc` loss; `ended` is the reason why the run ended, None while it continues.
+    `bc_weight` is the current factor of the `bc` loss; `ended` is the reason why the run ended, None while it
+    continues.
     """
 
-    def __init__(self, oversight: Oversight, target: float | None = None):
-        self.oversight = oversight
+    def __init__(self, stopping: StoppingSettings, target: float | None = None):
+        self.stopping = stopping
         self.target = target
-        self.leash = oversight.leash
+        self.bc_weight = stopping.bc_weight
         self.best: float | None = None
         self.last: float | None = None
         self.gap = 0.0
         self.stale = 0
-        self.ended: Ended | None = None
+        self.ended: EndReason | None = None
 
     def confirmed(self, figures: Mapping[str, float], confirm: Callable[[], Mapping[str, float]]) -> dict[str, float]:
         """Return `figures` of an evaluation and, when they reach the target, add the metrics of `confirm`, prefixed
@@ -66,9 +69,9 @@ class Course:
     def observe(self, figures: Mapping[str, float]) -> None:
         """Record an evaluation: metrics of `Evaluate`, each prefixed with its mode."""
         if self.reaches(figures):
-            self.ended = Ended.TARGET
+            self.ended = EndReason.TARGET
             return
-        if not self.oversight.watched:
+        if not self.stopping.watched:
             self._wait(score(figures))
             return
         low = figures.get("deterministic_real_low")
@@ -81,15 +84,15 @@ class Course:
         climbing = self.last is not None and low > self.last
         self.last = figures["deterministic_real_success"]
         self.stale = 0 if rising or climbing else self.stale + 1
-        impatient = 0 < self.oversight.patience <= self.stale
+        impatient = 0 < self.stopping.patience <= self.stale
         gap, before = figures.get("deterministic_gap", 0.0), self.gap
         self.gap = gap
         if rising:
             self.best = low
         if not figures.get("deterministic_parted"):
-            self.ended = Ended.PATIENCE if impatient else None
+            self.ended = EndReason.PATIENCE if impatient else None
         elif fallen or impatient:
-            self.ended = Ended.PARTED
+            self.ended = EndReason.DIVERGED
         elif gap >= before:
             self._tighten()
 
@@ -99,8 +102,8 @@ class Course:
             self.best, self.stale = found, 0
             return
         self.stale += 1
-        if 0 < self.oversight.patience <= self.stale:
-            self.ended = Ended.PATIENCE
+        if 0 < self.stopping.patience <= self.stale:
+            self.ended = EndReason.PATIENCE
 
     def reaches(self, figures: Mapping[str, float]) -> bool:
         """Whether this evaluation reaches the target, and so does its confirmation, if one was measured."""
@@ -109,22 +112,22 @@ class Course:
         return self.target is not None and min(achieved, figures.get("confirmed_success", 1.0)) >= self.target
 
     def _tighten(self) -> None:
-        if self.oversight.tighten > 1:
-            self.leash = self.leash * self.oversight.tighten if self.leash else 1.0
+        if self.stopping.bc_growth > 1:
+            self.bc_weight = self.bc_weight * self.stopping.bc_growth if self.bc_weight else 1.0
 
     def tree(self) -> dict[str, Any]:
         """Return the mutable state, for a checkpoint."""
         end = None if self.ended is None else self.ended.value
-        names = ("best", "last", "gap", "stale", "leash")
-        return {**{name: getattr(self, name) for name in names}, "ended": end}
+        names = ("best", "last", "gap", "stale")
+        return {**{name: getattr(self, name) for name in names}, "leash": self.bc_weight, "ended": end}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore the state from `tree`."""
         self.best = tree["best"]
         self.last = tree.get("last")
         self.gap = tree["gap"]
-        self.stale, self.leash = tree["stale"], tree["leash"]
-        self.ended = None if tree["ended"] is None else Ended(tree["ended"])
+        self.stale, self.bc_weight = tree["stale"], tree["leash"]
+        self.ended = None if tree["ended"] is None else EndReason(tree["ended"])
 
 
 def score(figures: Mapping[str, float]) -> float:
@@ -133,3 +136,6 @@ def score(figures: Mapping[str, float]) -> float:
     """
     names = ("deterministic_score", "deterministic_return", "deterministic_success")
     return next(figures[name] for name in names if name in figures)
+
+
+keep_former_names(__name__, {"Course": "StoppingRule", "Oversight": "StoppingSettings", "Ended": "EndReason"})

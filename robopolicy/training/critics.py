@@ -21,6 +21,7 @@ from robopolicy.core.checkpoints import read_weights, require_format, restoring,
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.examples import example_observation
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.modules import Module
 from robopolicy.core.origin import described_origin
 from robopolicy.core.policy import ActsFromNoise, DecidesFromNoise, Decision, Policy, TensorObservation
@@ -33,7 +34,7 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.core.world import Rows
 from robopolicy.nn.optimisers import require_finite
 from robopolicy.policies.network import freeze
-from robopolicy.rl.offline.agent import OfflineAgent, smallest_value
+from robopolicy.rl.offline.agent import OfflineAgent, minimum_value_of
 from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.interface import Interface, recorded_range
 from robopolicy.training.encoders import load_with_encoder
@@ -44,7 +45,7 @@ BASE, ENCODER = "base", "encoder"
 
 
 @runtime_checkable
-class Kept(Module, Policy, Protocol):
+class SavableInside(Module, Policy, Protocol):
     """A policy that can be saved inside the checkpoint of a wrapping policy."""
 
     def save(self, folder: Path) -> None:
@@ -53,11 +54,11 @@ class Kept(Module, Policy, Protocol):
 
 
 @runtime_checkable
-class Steerable(Kept, DecidesFromNoise, Protocol):
+class Steerable(SavableInside, DecidesFromNoise, Protocol):
     """A policy that can also be steered by its initial noise."""
 
 
-class Acts(Policy, Protocol):
+class RunsAgent(Policy, Protocol):
     """A policy that executes an agent's actions, directly or through a frozen policy."""
 
     agent: OfflineAgent
@@ -67,7 +68,7 @@ class Acts(Policy, Protocol):
         """Convert flat agent actions [B, A'] in [-1, 1] to world actions [B, C, A] in the world's units."""
         ...
 
-    def begin_to_act(self) -> None:
+    def enable_agent(self) -> None:
         """Let the agent act from now on."""
         ...
 
@@ -97,7 +98,7 @@ class AgentPolicy(nn.Module):
     def reset(self, rows: Rows = None) -> None:
         """Do nothing; no row [R] has state between policy calls."""
 
-    def begin_to_act(self) -> None:
+    def enable_agent(self) -> None:
         """Do nothing; the agent acts from the start."""
 
     def actions_of(self, observation: TensorObservation, action: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ class SteeredPolicy(nn.Module):
             raise ConfigError(f"{type(inner).__name__} cannot start from given noise, which steering (DSRL) requires.")
         return _by_means_of(self, inner)
 
-    def begin_to_act(self) -> None:
+    def enable_agent(self) -> None:
         """Let the agent choose the noise from now on."""
         self.steers.fill_(True)
 
@@ -239,12 +240,12 @@ class BestOfPolicy(nn.Module):
                 f"Chunk lengths differ: the critic evaluates {interface.chunk} control steps, the policy outputs "
                 f"{base.spec.chunk}."
             )
-        if not isinstance(base, Kept):
+        if not isinstance(base, SavableInside):
             raise ConfigError(
                 f"{type(base).__name__} has no save(), so it cannot be saved inside the checkpoint of a wrapping "
                 "policy."
             )
-        self.base: Kept = base
+        self.base: SavableInside = base
         freeze(base.parameters())
         self.agent, self.interface = agent, interface
         self.register_buffer("count", torch.tensor(count))
@@ -280,7 +281,7 @@ class BestOfPolicy(nn.Module):
         acting, count = self.inner, int(self.count)
         if count == 1:
             return acting.act(observation, generator, deterministic=deterministic)
-        score = smallest_value(self.agent, self.interface)
+        score = minimum_value_of(self.agent, self.interface)
         return best_of(acting, observation, generator, count, score, deterministic=deterministic)[0]
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
@@ -311,7 +312,7 @@ def require_steerable(policy: Policy) -> Steerable:
     return policy
 
 
-def steered(
+def steer(
     base: Policy,
     config: Any,
     fields: Mapping[str, Field],
@@ -381,7 +382,7 @@ def _loaded_around[Choosing: (SteeredPolicy, BestOfPolicy)](
 
 def _encoded_by(base: Policy, observation: TensorObservation) -> Mapping[str, Tensor]:
     """Return the encoding of observations [N, H, ...] by `base`; raises ConfigError when it cannot encode."""
-    if not isinstance(base, Encodes):
+    if not isinstance(base, ExposesEncoder):
         raise ConfigError(f"{type(base).__name__} has no encode() method.")
     return base.encode(observation)
 
@@ -432,7 +433,7 @@ def _save_encoder(interface: Interface, folder: Path) -> None:
 
 
 @runtime_checkable
-class Encodes(Protocol):
+class ExposesEncoder(Protocol):
     """A policy that exposes its encoder's output for an observation."""
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
@@ -447,7 +448,7 @@ class Encoder:
     """
 
     def __init__(self, policy: Policy):
-        if not isinstance(policy, Encodes):
+        if not isinstance(policy, ExposesEncoder):
             raise ConfigError(
                 f"{type(policy).__name__} reads only images and has no encode() method, so a critic has no "
                 "input: add vector observations, or use a policy that can encode."
@@ -497,7 +498,7 @@ def interface_of(
     """
     spec = policy.spec
     vectors = {key: field for key, field in fields.items() if not key.startswith(IMAGE_PREFIX)}
-    encoder = Encoder(policy) if spec.cameras and (isinstance(policy, Encodes) or not vectors) else None
+    encoder = Encoder(policy) if spec.cameras and (isinstance(policy, ExposesEncoder) or not vectors) else None
     images = {key: field for key, field in spec.observation.items() if key.startswith(IMAGE_PREFIX)} if encoder else {}
     return Interface(
         {**vectors, **images},
@@ -573,3 +574,8 @@ def _resumed(agent: OfflineAgent, generators: Generators, place: Path | None, ru
 
 def _floats(figures: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return {name: float(value) for name, value in figures.items()}
+
+
+keep_former_names(
+    __name__, {"Kept": "SavableInside", "Acts": "RunsAgent", "Encodes": "ExposesEncoder", "steered": "steer"}
+)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError, ScoreError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import (
     CachesCondition,
     EncodesObservation,
@@ -29,7 +30,7 @@ from robopolicy.nn.optimisers import require_finite
 from robopolicy.nn.pieces import rows_at_once, scores_of
 from robopolicy.nn.precision import require_precision
 from robopolicy.rl.advantages.gae import chunk_rewards, finished_returns, gae, next_values
-from robopolicy.rl.context import for_another_policy
+from robopolicy.rl.context import latents_for_other_policy
 from robopolicy.rl.critic import Critic, ReturnScale
 from robopolicy.rl.objective import effective_sample_size
 
@@ -115,7 +116,7 @@ def with_values(
 
 
 @torch.no_grad()
-def rescored(
+def recompute_log_probs(
     rollouts: Rollouts,
     policy: ScoredPolicy,
     instructions: tuple[str, ...],
@@ -137,7 +138,7 @@ def rescored(
         for observation, latents in _gathered(rollouts, alive, instructions, images=images):
             if blackout is not None:
                 observation = {key: _blacked(key, value, blackout) for key, value in observation.items()}
-            yield observation, for_another_policy(latents) if afresh else latents
+            yield observation, latents_for_other_policy(latents) if afresh else latents
 
     empty = torch.zeros_like(rollouts.logp_behaviour, dtype=torch.float32)
     scores = _scored(policy, given())
@@ -148,7 +149,7 @@ def _gathered(
     rollouts: Rollouts, where: Tensor, instructions: tuple[str, ...], *, images: bool
 ) -> Iterator[tuple[TensorObservation, dict[str, Tensor]]]:
     """Yield the results of `decisions_at` for slices of the chunks; a slice is at most a minibatch."""
-    for part in parts_of(where, rows_at_once(SCORED_AT_ONCE)):
+    for part in slices_of(where, rows_at_once(SCORED_AT_ONCE)):
         yield decisions_at(rollouts, part, instructions, images=images)
 
 
@@ -160,7 +161,7 @@ def _scored(
     return torch.cat([each.logp for each in scores]), torch.cat([each.entropy for each in scores])
 
 
-def parts_of(where: Tensor, most: int) -> Iterator[Tensor]:
+def slices_of(where: Tensor, most: int) -> Iterator[Tensor]:
     """Yield masks [B, T] that split the chunks `where` [B, T] bool into slices of limited size, in order.
 
     Observations are gathered per slice, because copies of all images (or of unpacked ones) would need as much memory
@@ -189,7 +190,7 @@ def conditions_of(rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[
         require_own_actions(policy, ends, rollouts.actions[positions], rollouts.valid[positions])
     if not (isinstance(policy, EncodesObservation) and policy.caches_condition and bool(alive.any())):
         return {}
-    parts = parts_of(alive, rows_at_once(READ_AT_ONCE))
+    parts = slices_of(alive, rows_at_once(READ_AT_ONCE))
     conditions = [policy.encode(decisions_at(rollouts, part, instructions)[0]) for part in parts]
     stacked: dict[str, Tensor] = {}
     for name, first in conditions[0].items():
@@ -240,7 +241,7 @@ def decisions_at(
 def critic_values(critic: Critic, rollouts: Rollouts, where: Tensor, *, following: bool = False) -> Tensor:
     """Return the critic's values [n] at (or after) the n chunks `where` [B, T] bool, computed in slices."""
     options = {"following": following, "images": critic.reads_images}
-    parts = parts_of(where, rows_at_once(VALUED_AT_ONCE))
+    parts = slices_of(where, rows_at_once(VALUED_AT_ONCE))
     return torch.cat([critic(critic_observation(rollouts, part, **options)) for part in parts])
 
 
@@ -327,3 +328,6 @@ def require_lowering(policy: Trainable, precision: LearningPrecision) -> None:
             f"{type(policy).__name__} computes actions and log-probabilities in fp32 only, and ratios must start at "
             "1: set precision=bf16_backward, or fp32."
         )
+
+
+keep_former_names(__name__, {"rescored": "recompute_log_probs", "parts_of": "slices_of"})

@@ -43,19 +43,19 @@ from robopolicy.rl.replay import Reincarnates
 from robopolicy.training.collection import ShardWorkers, make_collector
 from robopolicy.training.collection.protocol import Reports
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.course import Course, Ended, Oversight, score
+from robopolicy.training.course import EndReason, StoppingRule, StoppingSettings, score
 from robopolicy.training.experience import (
     conditions_of,
     decisions_at,
     episode_metrics,
     learning_metrics,
+    recompute_log_probs,
     require_lowering,
     require_same_scores,
-    rescored,
     with_values,
 )
 from robopolicy.training.guidance import Guidance
-from robopolicy.training.needs import Sources, counted_on, keeps_images, provide, with_reference
+from robopolicy.training.needs import Sources, add_extras, needs_images, satisfied_needs, with_reference
 from robopolicy.training.state import (
     load_trainer,
     on_device,
@@ -72,7 +72,7 @@ are then selected by return. A function of the policy alone (fixed seeds).
 If `score` is present, policies are selected by it, and it stays comparable when `after_checkpoint` changes the world;
 `achieved` is then the success compared with the target. For a policy also evaluated in the real environment, `real_low`
 and `real_high` bound its real success and `gap` is imagined minus real success. `parted` (0 or 1) marks a gap that is
-too large; see `Course` for the consequences.
+too large; see `StoppingRule` for the consequences.
 """
 
 Confirm = Callable[[Policy, int], Mapping[str, float]]
@@ -97,13 +97,13 @@ class FinetuneResult:
 
     iterations: int
     env_steps: int
-    ended: Ended
+    ended: EndReason
     best: Mapping[str, float]
 
     @property
     def reached_target(self) -> bool:
         """Whether the run ended by reaching the target."""
-        return self.ended is Ended.TARGET
+        return self.ended is EndReason.TARGET
 
     @property
     def course(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def finetune(
     Raises ConfigError for an invalid combination, NonFiniteError naming the quantity and the iteration, and
     RuntimeError if recomputed log-probabilities differ from those at acting time.
     """
-    course = Course(oversight or Oversight(config.patience, watched=False), config.target_success)
+    course = StoppingRule(stopping or StoppingSettings(config.patience, watched=False), config.target_success)
     evaluations = evaluate, confirm
     tuning = _Finetuning(policy, critic, world, config, run, evaluations, seed, guidance, course, workers)
     return tuning.run(after_checkpoint)
@@ -172,7 +172,7 @@ class _Finetuning:
         self.evaluate, self.confirm = judged
         self.algorithm = build_algorithm(config)
         guidance.check_teacher(policy, self.algorithm.needs)
-        self.algorithm.resolved.check(counted_on(policy, critic, world, config, guidance))
+        self.algorithm.resolved.check(satisfied_needs(policy, critic, world, config, guidance))
         if Need.MEANS in self.algorithm.needs and isinstance(policy, RecordsMeans):
             policy.record_means = True
         self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None
@@ -197,7 +197,7 @@ class _Finetuning:
         others_read = (
             isinstance(self.replay, StoresPairs) or guidance.teacher is not None or guidance.acting is not None
         )
-        stores_images = keeps_images(policy, self.critic, self.algorithm, others=others_read)
+        stores_images = needs_images(policy, self.critic, self.algorithm, others=others_read)
         images: Keeping = ("packed" if config.packed_images else "plain") if stores_images else "not"
         self.collector = make_collector(
             *(world, policy, self.algorithm, config, seed, draws, *arguments),
@@ -242,7 +242,7 @@ class _Finetuning:
             load_trainable_state(self.policy, self.best_weights)
         if self.run_folder is not None:
             self.policy.save(self.run_folder.checkpoint)
-        return FinetuneResult(self.iteration, self.env_steps, self.course.ended or Ended.ITERATIONS, self.best)
+        return FinetuneResult(self.iteration, self.env_steps, self.course.ended or EndReason.ITERATIONS, self.best)
 
     def _begin(self) -> None:
         """Save and evaluate the initial policy: the first point of the learning curve, and the best until surpassed."""
@@ -311,7 +311,7 @@ class _Finetuning:
         # Before anything reads ends: values, returns and side models must agree on what a time limit means.
         if self.config.time_limit == "terminate":
             rollouts = rollouts.ended_by_limits()
-        rollouts = provide(rollouts, self.algorithm.needs, sources)
+        rollouts = add_extras(rollouts, self.algorithm.needs, sources)
         for model in self.models.values():
             rollouts = model.annotate(rollouts, self._context)
         for shape_rewards in self.algorithm.rewards:
@@ -349,7 +349,7 @@ class _Finetuning:
         # the proximal one.
         if bool(stale.any()) and self.config.proximal_policy == "current":
             prepared_rollouts = replace(
-                prepared_rollouts, logp_proximal=rescored(prepared_rollouts, self.policy, instructions)[0]
+                prepared_rollouts, logp_proximal=recompute_log_probs(prepared_rollouts, self.policy, instructions)[0]
             )
         return with_reference(prepared_rollouts, self.algorithm.needs, self.learner.base, instructions)
 
@@ -409,7 +409,7 @@ class _Finetuning:
         if self.confirm is not None:
             figures = self.course.confirmed(figures, partial(self.confirm, self.policy, self.iteration))
         self.course.observe(figures)
-        reached_target = self.course.ended is Ended.TARGET
+        reached_target = self.course.ended is EndReason.TARGET
         # The policy that reached the target is kept even if an earlier one scored higher.
         if reached_target or not self.best_believed or score(figures) > score(self.best):
             self.best, self.best_believed = {"iteration": self.iteration, **figures}, True
@@ -422,7 +422,7 @@ class _Finetuning:
     def _hold(self) -> None:
         """Set the weight of the BC loss toward the base policy from the stopping rule."""
         if "bc" in self.algorithm.auxiliaries:
-            self.learner.knobs["bc_scale"] = self.course.leash
+            self.learner.knobs["bc_scale"] = self.course.bc_weight
 
     def _save(self) -> None:
         if self.run_folder is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.extras import Extras
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.images import Images, cameras_in
 from robopolicy.core.policy import ConvertibleToTrainable, Policy, ScoredPolicy, Trainable, is_condition
 from robopolicy.core.randomness import Generators
@@ -26,15 +27,15 @@ from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
-from robopolicy.training.acting import Acting, TeacherTurns
+from robopolicy.training.acting import Acting, TeacherSchedule
 from robopolicy.training.collection import WHOLE
 from robopolicy.training.demonstrations import Demonstrations
-from robopolicy.training.experience import conditions_of, rescored
+from robopolicy.training.experience import conditions_of, recompute_log_probs
 from robopolicy.training.pretrain import regression_batches
 
 
 @runtime_checkable
-class TellsSteps(Protocol):
+class RecoversLatents(Protocol):
     """A policy that can recover the latents of actions that it did not choose."""
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
@@ -59,7 +60,7 @@ class ExpertRows:
         generator: torch.Generator,
         rewards: Sequence[Callable[[Rollouts, Context], Rollouts]] = (),
     ):
-        if not isinstance(policy, TellsSteps):
+        if not isinstance(policy, RecoversLatents):
             raise ConfigError(
                 f"expert_episode_fraction={share:g}: {type(policy).__name__} cannot compute log-probabilities of an "
                 f"expert's "
@@ -109,7 +110,7 @@ class ExpertRows:
             rows = replace(rows, latents={**rows.latents, **conditions_of(rows, self.policy, self.instructions)})
         rows = _like(rows, prepared, advantage)
         # As on-policy data: the ratio begins at 1 and moves with the updates.
-        logp = rescored(rows, self.policy, self.instructions)[0]
+        logp = recompute_log_probs(rows, self.policy, self.instructions)[0]
         return concatenate([prepared, replace(rows, logp_behaviour=torch.where(rows.mask, logp, 0.0))])
 
 
@@ -121,7 +122,7 @@ def expert_rollouts(
     An episode of L actions gives ceil(L / C) chunks, one every C actions. Raises ConfigError when the policy cannot
     recover latents of actions.
     """
-    if not isinstance(policy, TellsSteps):
+    if not isinstance(policy, RecoversLatents):
         raise ConfigError(f"{type(policy).__name__} cannot compute the steps of an expert's actions.")
     spec, lengths = policy.spec, episodes.lengths[chosen]
     place = torch.arange(int(-(-lengths.max() // spec.chunk)), device=lengths.device) * spec.chunk
@@ -228,10 +229,11 @@ class Guidance:
 
     def expert_rows(
         self, policy: Trainable, instructions: tuple[str, ...], share: float, algorithm: Algorithm, draws: Generators
-    ) -> ExpertRows | None:
+    ) -> ExpertMixer | None:
         """Return the function that adds expert episodes to an iteration's own, `share` times their number; None for 0.
 
-        Raises ConfigError when there are no experts or rollouts are not whole episodes, and the errors of `ExpertRows`.
+        Raises ConfigError when there are no experts or rollouts are not whole episodes, and the errors of
+        `ExpertMixer`.
         """
         if not share:
             return None
@@ -241,17 +243,17 @@ class Guidance:
             raise ConfigError(
                 f"expert_episode_fraction={share:g} needs an algorithm that trains on complete episodes, such as grpo."
             )
-        return ExpertRows(policy, self.experts, instructions, share, draws["expert rows"], algorithm.rewards)
+        return ExpertMixer(policy, self.experts, instructions, share, draws["expert rows"], algorithm.rewards)
 
-    def turns(self, first: float, until: float) -> TeacherTurns | None:
+    def turns(self, first: float, until: float) -> TeacherSchedule | None:
         """Return the schedule of teacher actions, None when `first` is 0; raises ConfigError without a teacher."""
         if not first:
             return None
         if self.teacher is None:
             raise ConfigError(f"teacher_fraction={first:g} needs a teacher (teacher=CHECKPOINT).")
-        return TeacherTurns(self.teacher, first, until)
+        return TeacherSchedule(self.teacher, first, until)
 
-    def who_acts(self, turns: TeacherTurns | None) -> Acting | None:
+    def who_acts(self, turns: TeacherSchedule | None) -> Acting | None:
         """Return the builder of the acting policy: that of `acting`, mixed with the teacher; None when the learner acts
         alone.
         """
@@ -305,3 +307,6 @@ class Guidance:
         if self.experts is None:
             return None
         return regression_batches(policy, self.experts, EXPERT_BATCH, generator)
+
+
+keep_former_names(__name__, {"TellsSteps": "RecoversLatents", "ExpertRows": "ExpertMixer"})

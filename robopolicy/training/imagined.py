@@ -32,7 +32,7 @@ from robopolicy.data.record import record
 from robopolicy.nn.sharing import load_trainable_state, trainable_state
 from robopolicy.training.acting import Acting
 from robopolicy.training.configuration import FitConfig, PretrainConfig
-from robopolicy.training.course import Course, Ended, score
+from robopolicy.training.course import EndReason, StoppingRule, score
 from robopolicy.training.finetune import Confirm, Evaluate, FinetuneResult
 from robopolicy.training.fit import fit_stages
 from robopolicy.training.pretrain import pretrain
@@ -139,7 +139,7 @@ def synthesise_and_imitate(
     seed: int,
     evaluate: Evaluate,
     confirm: Confirm | None = None,
-    course: Course,
+    course: StoppingRule,
     run: RunFolder | None = None,
     acting: Acting | None = None,
 ) -> FinetuneResult:
@@ -182,11 +182,11 @@ def synthesise_and_imitate(
         if run is not None:
             run.log(figures)
         # The first round that reaches the target is kept even if an earlier, unconfirmed one scored higher.
-        if course.ended is Ended.TARGET or not best or score(figures) > score(best):
+        if course.ended is EndReason.TARGET or not best or score(figures) > score(best):
             best, weights = figures, {name: value.clone() for name, value in trainable_state(policy).items()}
         if course.ended is not None:
             break
     load_trainable_state(policy, weights)
     if run is not None:
         policy.save(run.checkpoint)
-    return FinetuneResult(turn, imagined_steps, course.ended or Ended.ITERATIONS, best)
+    return FinetuneResult(turn, imagined_steps, course.ended or EndReason.ITERATIONS, best)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.examples import example_batch, example_observation
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.images import PackedFrames, cameras_in
 from robopolicy.core.machine import in_bytes
 from robopolicy.core.policy import TensorObservation, Trainable
@@ -94,7 +95,7 @@ class MemoryBudget:
     def require(self, available: int | None) -> None:
         """Raise ConfigError when more than `available` bytes (None: unknown) are needed; warn when it is close."""
         if available is not None and self.ahead > available:
-            advice = fitting(self.activations, self.each, self.at_once, _spare(self.ahead, available))
+            advice = fitting_message(self.activations, self.each, self.at_once, _spare(self.ahead, available))
             raise ConfigError(
                 f"Fine-tuning needs about {in_bytes(self.ahead)} more memory, but only {in_bytes(available)} are "
                 f"free. {advice} Or lower minibatch={self.minibatch}, or the {self.decisions} action chunks per "
@@ -105,7 +106,7 @@ class MemoryBudget:
         _warn_if_close(self.ahead, available)
 
 
-def fitting(activations: int, each: int, at_once: int, spare: int) -> str:
+def fitting_message(activations: int, each: int, at_once: int, spare: int) -> str:
     """Return a message on the micro_batch size that fits, given the activations, in bytes, of at_once chunks and of
     each further one.
 
@@ -116,7 +117,7 @@ def fitting(activations: int, each: int, at_once: int, spare: int) -> str:
     return f"micro_batch={fits} fits: {estimate}." if fits >= 1 else f"No micro_batch is small enough: {estimate}."
 
 
-def held_by(needs: frozenset[Need], config: FinetuneConfig) -> tuple[str, ...]:
+def policy_copies(needs: frozenset[Need], config: FinetuneConfig) -> tuple[str, ...]:
     """Return the names of all holders of the policy's weights in a fine-tuning run; the first two exist before it
     starts.
     """
@@ -220,7 +221,7 @@ def plan_pretraining(
     learning = 2 * sum(map(_bytes, learns)) + optimiser_bytes(optimiser, learns)
     byte_count = learning + activations
     if available is not None and byte_count > available:
-        advice = fitting(activations, two - row_bytes, at_once, _spare(byte_count, available))
+        advice = fitting_message(activations, two - row_bytes, at_once, _spare(byte_count, available))
         raise ConfigError(
             f"Training needs about {in_bytes(byte_count)} more memory, but only {in_bytes(available)} are free. "
             f"{advice} Or lower batch_size={batch_size}, or train only LoRA adapters of a token policy "
@@ -249,7 +250,7 @@ def _warn_if_close(needed: int, available: int | None) -> None:
         )
 
 
-def what_packing_leaves(world: World) -> float:
+def packed_image_fraction(world: World) -> float:
     """Return the compressed size of camera images as a fraction, measured on the initial states of the world's rows."""
     observation = world.reset(seeds=np.arange(world.batch_size))
     frames = [torch.as_tensor(value[:, -1]) for value in cameras_in(observation).values()]
@@ -307,3 +308,8 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {name}"
     return f"{number:,}"
+
+
+keep_former_names(
+    __name__, {"what_packing_leaves": "packed_image_fraction", "held_by": "policy_copies", "fitting": "fitting_message"}
+)

@@ -8,6 +8,7 @@ iteration, before side models, rewards and advantages are computed.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import (
     CachesCondition,
     FinishesChain,
@@ -24,7 +25,7 @@ from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.critic import Critic
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.experience import rescored
+from robopolicy.training.experience import recompute_log_probs
 from robopolicy.training.guidance import Guidance
 
 ALWAYS = frozenset({Need.EPISODES, Need.WHOLE_EPISODES, Need.BASE, Need.REFERENCE_SCORES})
@@ -58,14 +59,14 @@ class Provider:
 
 def add_entropy(rollouts: Rollouts, sources: Sources) -> Rollouts:
     """Add the `entropy` [B, T, K] of every step under the acting policy."""
-    return rollouts.with_extras(entropy=rescored(rollouts, sources.policy, sources.instructions)[1])
+    return rollouts.with_extras(entropy=recompute_log_probs(rollouts, sources.policy, sources.instructions)[1])
 
 
 def add_blackout_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
     """Add `blackout_logp` [B, T, K]: log-probabilities with half of the images blacked out, lower for steps that depend
     on them.
     """
-    logp, _ = rescored(rollouts, sources.policy, sources.instructions, sources.generators["blackout"])
+    logp, _ = recompute_log_probs(rollouts, sources.policy, sources.instructions, sources.generators["blackout"])
     return rollouts.with_extras(blackout_logp=logp)
 
 
@@ -74,13 +75,13 @@ def add_contrast_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
     count = len(sources.instructions)
     # Offsets 1 to n - 1 modulo n: never the instruction itself, and all others in turn.
     other = replace(rollouts, task=(rollouts.task + 1 + sources.iteration % (count - 1)) % count)
-    return rollouts.with_extras(contrast_logp=rescored(other, sources.policy, sources.instructions)[0])
+    return rollouts.with_extras(contrast_logp=recompute_log_probs(other, sources.policy, sources.instructions)[0])
 
 
 def add_teacher_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
     """Add `teacher_logp` [B, T, K] of the same steps under the teacher, which encodes the observation itself."""
     assert isinstance(sources.teacher, ScoredPolicy)  # which Need.SAME_STEPS asks for
-    logp, _ = rescored(rollouts, sources.teacher, sources.instructions, another=True)
+    logp, _ = recompute_log_probs(rollouts, sources.teacher, sources.instructions, another=True)
     return rollouts.with_extras(teacher_logp=logp)
 
 
@@ -92,12 +93,12 @@ PROVIDERS: Mapping[Need, Provider] = {
 }
 
 
-def provided(have: frozenset[Need]) -> frozenset[Need]:
+def derivable_needs(have: frozenset[Need]) -> frozenset[Need]:
     """Return the needs that can be satisfied in addition to those in `have`."""
     return frozenset(need for need, provider in PROVIDERS.items() if provider.requires <= have)
 
 
-def provide(rollouts: Rollouts, needs: frozenset[Need], sources: Sources) -> Rollouts:
+def add_extras(rollouts: Rollouts, needs: frozenset[Need], sources: Sources) -> Rollouts:
     """Add the extras for `needs`, in table order, so that random draws do not depend on the requester."""
     for need, provider in PROVIDERS.items():
         if need in needs:
@@ -114,10 +115,10 @@ def with_reference(
     """
     if Need.REFERENCE_SCORES not in needs or reference is None:
         return prepared
-    return prepared.with_extras(reference_logp=rescored(prepared, reference, instructions)[0])
+    return prepared.with_extras(reference_logp=recompute_log_probs(prepared, reference, instructions)[0])
 
 
-def keeps_images(policy: Trainable, critic: Critic | None, algorithm: Algorithm, *, others: bool) -> bool:
+def needs_images(policy: Trainable, critic: Critic | None, algorithm: Algorithm, *, others: bool) -> bool:
     """Whether camera images are needed after acting, so that rollouts have to store them.
 
     The policy does not need them when it reads no images or caches the features of its frozen encoder. Auxiliary losses
@@ -133,7 +134,7 @@ def keeps_images(policy: Trainable, critic: Critic | None, algorithm: Algorithm,
     )
 
 
-def counted_on(
+def satisfied_needs(
     policy: Trainable, critic: Critic | None, world: World, config: FinetuneConfig, guidance: Guidance
 ) -> frozenset[Need]:
     """Return all satisfied needs, including those that the trainer satisfies by adding extras."""
@@ -154,4 +155,15 @@ def counted_on(
     if policy.spec.cameras:
         have.add(Need.IMAGES)
     all_of_it = frozenset(have) | guidance.gives(policy)
-    return all_of_it | provided(all_of_it)
+    return all_of_it | derivable_needs(all_of_it)
+
+
+keep_former_names(
+    __name__,
+    {
+        "counted_on": "satisfied_needs",
+        "provided": "derivable_needs",
+        "provide": "add_extras",
+        "keeps_images": "needs_images",
+    },
+)

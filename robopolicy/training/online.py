@@ -20,6 +20,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.player import PlayedStep, Player
 from robopolicy.core.policy import Policy, TensorObservation, to_tensors
 from robopolicy.core.progress import Advance, progress
@@ -32,7 +33,7 @@ from robopolicy.nn.optimisers import require_finite
 from robopolicy.rl.offline.agent import OfflineAgent
 from robopolicy.rl.offline.sac import Cql
 from robopolicy.training.configuration import OnlineConfig
-from robopolicy.training.critics import Acts, SteeredPolicy
+from robopolicy.training.critics import RunsAgent, SteeredPolicy
 from robopolicy.training.state import load_trainer, save_trainer
 
 FIRST = 1024
@@ -48,7 +49,7 @@ COUNTS = ("wave", "env_steps", "updates", "episodes", "basis")
 
 
 @dataclass
-class Experience:
+class ReplayBuffer:
     """Replay buffer of action chunks in order of collection, with all columns; nothing is ever dropped.
 
     columns: the tensors of `Transitions`, with spare capacity; count: number of stored chunks.
@@ -118,10 +119,10 @@ class Experience:
         return {name: column[: self.count].clone() for name, column in self.columns.items()}
 
     @staticmethod
-    def restored(tree: Mapping[str, Tensor], device: torch.device) -> "Experience":
+    def restored(tree: Mapping[str, Tensor], device: torch.device) -> "ReplayBuffer":
         """Rebuild the buffer from `tree`."""
         columns = {name: column.to(device) for name, column in tree.items()}
-        return Experience(columns, len(columns["state"]) if columns else 0)
+        return ReplayBuffer(columns, len(columns["state"]) if columns else 0)
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def plays_noise(policy: SteeredPolicy) -> Frozen:
     return act
 
 
-def plays_policy(policy: Policy, acting: Acts) -> Frozen:
+def plays_policy(policy: Policy, acting: RunsAgent) -> Frozen:
     """Return a policy that acts in place of the agent of `acting`, without exploration noise."""
 
     def act(seen: TensorObservation, state: Tensor, generator: torch.Generator) -> Tensor:
@@ -174,7 +175,7 @@ class Explorer:
     share: fraction of chunks from the frozen policy.
     """
 
-    def __init__(self, policy: Acts, frozen: Frozen, generators: Generators):
+    def __init__(self, policy: RunsAgent, frozen: Frozen, generators: Generators):
         self.policy = policy
         self.frozen = frozen
         self.generators = generators
@@ -206,7 +207,7 @@ class Online:
 
     def __init__(
         self,
-        policy: Acts,
+        policy: RunsAgent,
         frozen: Frozen,
         config: OnlineConfig,
         generators: Generators,
@@ -223,7 +224,7 @@ class Online:
         self.generators, self.recorded = generators, recorded
         self.evaluate, self.run = evaluate, run
         self.explorer = Explorer(policy, frozen, generators)
-        self.experience = Experience()
+        self.experience = ReplayBuffer()
         self.wave = self.env_steps = self.updates = self.episodes = self.basis = 0
         self.owed, self.switched = 0.0, False
         self.evaluations: list[dict[str, Any]] = []
@@ -312,7 +313,7 @@ class Online:
             self.agent.begin(self.experience.transitions)
         if 0 in self.config.evaluate_at:
             self.look()
-        self.policy.begin_to_act()
+        self.policy.enable_agent()
 
     def batch(self) -> Transitions:
         """Sample a batch: own chunks, and the retained fraction of recorded ones."""
@@ -379,10 +380,10 @@ class Online:
             setattr(self, name, int(saved[name]))
         self.owed, self.switched = float(saved["owed"]), bool(saved["switched"])
         self.evaluations = list(saved["evaluations"])
-        self.experience = Experience.restored(saved["experience"], self.generators.device)
+        self.experience = ReplayBuffer.restored(saved["experience"], self.generators.device)
         self.agent.restore(saved["agent"])
         if self.switched:
-            self.policy.begin_to_act()
+            self.policy.enable_agent()
         # Statistics are not saved but taken again, of the same first decisions.
         if self.basis:
             self.agent.begin(self.experience.transitions.take(torch.arange(self.basis)))
@@ -390,7 +391,7 @@ class Online:
 
 
 def learn_online(
-    policy: Acts,
+    policy: RunsAgent,
     world: World,
     frozen: Frozen,
     config: OnlineConfig,
@@ -414,7 +415,7 @@ def learn_online(
         )
     require_fit(policy.spec, world.spec)
     generators = Generators(derive_seed(seed, "online"), next(policy.agent.parameters()).device)
-    into_the_world(policy.agent, config)
+    switch_to_online(policy.agent, config)
     online = Online(policy, frozen, config, generators, recorded=recorded, begins=begins, evaluate=evaluate, run=run)
     state = None if run is None else load_trainer(run.path / "resume" / "online")
     if state is not None:
@@ -434,7 +435,7 @@ def learn_online(
     return OnlineResult(online.env_steps, online.updates, online.episodes, tuple(online.evaluations))
 
 
-def into_the_world(agent: OfflineAgent, config: OnlineConfig) -> None:
+def switch_to_online(agent: OfflineAgent, config: OnlineConfig) -> None:
     """Reconfigure an agent for the switch from recorded data to the world; see `OnlineConfig`."""
     if config.moments == "reset":
         for optimiser in agent.optimisers.values():
@@ -443,3 +444,6 @@ def into_the_world(agent: OfflineAgent, config: OnlineConfig) -> None:
     if isinstance(agent, Cql) and not config.conservative:
         # Pessimism about unrecorded actions protects offline; online it would hold back what is just being tried.
         agent.config = replace(agent.config, alpha=0.0, calibrated=False)
+
+
+keep_former_names(__name__, {"Experience": "ReplayBuffer", "into_the_world": "switch_to_online"})

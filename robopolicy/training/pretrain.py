@@ -26,7 +26,7 @@ from robopolicy.core.spec import PolicySpec
 from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.nn.precision import training_precision
 from robopolicy.policies.abilities import PredictsFromPast
-from robopolicy.training.auxiliary import FieldHead, TellsFields, new_head, with_fields
+from robopolicy.training.auxiliary import FieldHead, WithStatePrediction, build_state_head, with_fields
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.experience import require_lowering
 from robopolicy.training.fit import FitResult, fit
@@ -45,7 +45,7 @@ def pretrain(
     contains NaN or infinity, ConfigError for a precision that policy or processor do not support.
     """
     require_finite_columns(episodes.to_imitate(), policy.spec.observation)
-    head = new_head(policy, episodes, config, seed) if config.auxiliary_keys else None
+    head = build_state_head(policy, episodes, config, seed) if config.auxiliary_keys else None
     generators = Generators(seed, next(policy.parameters()).device)
     result = imitate(policy, [episodes], config, generators, run, "Behaviour cloning", head=head)
     if run is not None:
@@ -78,7 +78,7 @@ def imitate(
     model: Regressor = policy
     if head is not None:
         head.fit_units(episodes)
-        model, batches = TellsFields(policy, head), with_fields(batches, episodes, config.auxiliary_keys)
+        model, batches = WithStatePrediction(policy, head), with_fields(batches, episodes, config.auxiliary_keys)
     options = {"precision": config.precision, "micro_batch": config.micro_batch}
     return fit(model, batches, config.fit, generators, run=run, label=label, **options)
 

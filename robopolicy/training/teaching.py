@@ -17,6 +17,7 @@ from torch import Tensor
 
 from robopolicy.core.checkpoints import read_weights, write_checkpoint
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.run import RunFolder
@@ -26,7 +27,7 @@ from robopolicy.core.world import Controller, World
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
-from robopolicy.training.auxiliary import FieldHead, new_head
+from robopolicy.training.auxiliary import FieldHead, build_state_head
 from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.pretrain import imitate
 
@@ -48,7 +49,7 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class Taught:
+class TeachResult:
     """The student, the total number of control steps, and the result of each round."""
 
     student: Trainable
@@ -66,7 +67,7 @@ def teach(
     *,
     seed: int = 0,
     device: torch.device | str = "cpu",
-) -> Taught:
+) -> TeachResult:
     """Train a student for config.rounds rounds; each saves its dataset and its student in folder/rounds.
 
     world: provides the observations of both; new_student: builds a student for the first round's episodes;
@@ -94,7 +95,7 @@ def teach(
             student = new_student(datasets[0])
             require_fit(student.spec, world.spec)
         if config.auxiliary_keys and head is None:
-            head = new_head(student, datasets[0], config, seed)
+            head = build_state_head(student, datasets[0], config, seed)
             # The head has no place in the policy's checkpoint, but goes on learning from round to round.
             before = place.path.parent / str(number - 1) / HEAD
             head = read_weights(head, before, device) if number else head
@@ -107,7 +108,7 @@ def teach(
         student.save(place.checkpoint)  # which comes last: the round is over
     assert student is not None  # there is a first round
     rounds = [_outcome(part, config, number) for number, part in enumerate(datasets)]
-    return Taught(student, sum(part.step_count for part in datasets), rounds)
+    return TeachResult(student, sum(part.step_count for part in datasets), rounds)
 
 
 def _play(
@@ -162,3 +163,6 @@ def _outcome(episodes: Episodes, config: TeachConfig, number: int) -> dict[str, 
         return outcome
     student_success = episodes.success[config.played_by_teacher(number) :]
     return {**outcome, "student_episodes": len(student_success), "student_successes": int(student_success.sum())}
+
+
+keep_former_names(__name__, {"Taught": "TeachResult"})

@@ -19,9 +19,9 @@ from robopolicy.core.errors import ConfigError, nearest
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.structured import to_plain
 from robopolicy.rl.configuration import AlgorithmConfig, Resolved
-from robopolicy.rl.papers import HEADER, TITLES, Paper, cells, counted, effect, papers, papers_of, published
+from robopolicy.rl.papers import HEADER, TITLES, Paper, cells, count_by_status, effect, papers, papers_of, published
 from robopolicy.rl.presets import PRESETS
-from robopolicy.rl.registry import Mechanism, Slot, declared_at, mechanisms, written
+from robopolicy.rl.registry import Mechanism, Slot, declared_at, mechanisms, setting_for
 from robopolicy.runs import output, publish
 from robopolicy.verbs.verb import Verb
 
@@ -80,7 +80,7 @@ def run(config: Config) -> int:
         for entry in entries_of_name:
             explain(entry)
             if is_dotted(name):
-                output.print(f"  finetune.{written(entry.slot, name)}\n", markup=False)
+                output.print(f"  finetune.{setting_for(entry.slot, name)}\n", markup=False)
     figures: dict[str, Any] = {
         "presets": {key: to_plain(value) for key, value in presets.items()},
         "mechanisms": list(map(row, entries_of_name)),
@@ -189,7 +189,7 @@ def show_papers(chosen: list[Paper]) -> None:
         if rows:
             output.print(table, "")
     if len(chosen) > 1:
-        output.print(f"{counted('robots', 'language models')}; from other fields, {counted('others')}")
+        output.print(f"{count_by_status('robots', 'language models')}; from other fields, {count_by_status('others')}")
 
 
 def row(entry: Mechanism) -> dict[str, Any]:

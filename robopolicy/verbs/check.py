@@ -38,7 +38,7 @@ from robopolicy.data.lerobot_reading import is_dataset
 from robopolicy.data.record import record
 from robopolicy.policies.loading import build_policy, missing_fps_message
 from robopolicy.policies.registry import POLICIES
-from robopolicy.rl.registry import CALLED_WITH, Mechanism, declared_at, written
+from robopolicy.rl.registry import CALLED_WITH, Mechanism, declared_at, setting_for
 from robopolicy.runs import output, publish
 from robopolicy.testing.controller import check_controller
 from robopolicy.testing.policy import check_policy
@@ -159,7 +159,7 @@ def mechanism_lines(entries: list[Mechanism], target: str) -> list[str]:
                 f"The slot {entry.slot.value} calls '{entry.name}' with ({', '.join(arguments)}): {error}. Options "
                 "must be keyword-only and have defaults."
             ) from error
-        lines += [f"You can fine-tune with it: finetune.{written(entry.slot, target)}. {entry.line}"]
+        lines += [f"You can fine-tune with it: finetune.{setting_for(entry.slot, target)}. {entry.line}"]
         lines += [f"Option finetune.options.{entry.name}.{key}={value}" for key, value in entry.options.items()]
         lines += [f"It needs: {need.value}." for need in sorted(entry.needs, key=lambda item: item.name)]
     return [*lines, "Only its call signature was checked, not what it computes."]

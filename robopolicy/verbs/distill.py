@@ -25,7 +25,7 @@ from robopolicy.data.record import record
 from robopolicy.evaluation.success import compared
 from robopolicy.inference.comparison import timed
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.rl.offline.decisions import observed_at
+from robopolicy.rl.offline.decisions import observations_at
 from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import DistillConfig
 from robopolicy.training.distill import Distillation, distill, distillable
@@ -126,7 +126,7 @@ def asked_at(config: Config, teacher: Policy, device: torch.device) -> Episodes:
 def seconds_of(policies: dict[str, Policy], episodes: Episodes, device: torch.device) -> dict[str, float]:
     """Return the median seconds per policy call of each policy, timed in turns on the first observation."""
     first = next(iter(policies.values())).spec
-    observation = observed_at(
+    observation = observations_at(
         episodes.to(device), torch.zeros(1, dtype=torch.int64), first.history, list(first.observation)
     )
     return {name: each.median for name, each in timed(policies, observation, TIMED).items()}

@@ -39,8 +39,8 @@ from robopolicy.rl.registry import Need
 from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
-from robopolicy.training.memory import MemoryBudget, held_by, plan_memory, what_packing_leaves
-from robopolicy.training.needs import keeps_images
+from robopolicy.training.memory import MemoryBudget, packed_image_fraction, plan_memory, policy_copies
+from robopolicy.training.needs import needs_images
 from robopolicy.training.update import by_episode, minibatch_rows
 from robopolicy.verbs.advice import Evidence, print_advice
 from robopolicy.verbs.job import Job, began_from, confirming_seeds, print_verdicts, require_target
@@ -184,12 +184,12 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     minibatch = minibatch_rows(algorithm, learning, rows) * (length if takes_episodes else 1)
     stores = algorithm.replay is not None and isinstance(algorithm.replay(), StoresPairs)
     others_read = stores or config.finetune.teacher is not None or config.plan.model is not None
-    images = keeps_images(policy, None, algorithm, others=others_read)
+    images = needs_images(policy, None, algorithm, others=others_read)
     options: dict[str, Any] = {"micro_batch": learning.micro_batch, "optimiser": learning.optimiser, "images": images}
     if images and learning.packed_images:  # in the processor's memory
-        options["packed"] = what_packing_leaves(world) if device.type == "cpu" else 0.0
+        options["packed"] = packed_image_fraction(world) if device.type == "cpu" else 0.0
     plan = partial(plan_memory, device=device, **options)
-    holders = held_by(algorithm.needs, learning)
+    holders = policy_copies(algorithm.needs, learning)
     with training_precision(learning.precision):
         budget = plan(policy, rows * length, minibatch, learning.scored_steps, holders)
     if config.finetune.teacher is not None:

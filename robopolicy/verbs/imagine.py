@@ -40,8 +40,8 @@ from robopolicy.evaluation.two_worlds import TwoWorlds
 from robopolicy.policies import load_policy as load_alone
 from robopolicy.runs import default_path, output
 from robopolicy.training.acting import Acting
-from robopolicy.training.configuration import NEARNESS, FinetuneConfig, held_near_base
-from robopolicy.training.course import Course, Ended, Oversight
+from robopolicy.training.configuration import NEARNESS, FinetuneConfig, with_bc_toward_base
+from robopolicy.training.course import EndReason, StoppingRule, StoppingSettings
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.advice import Evidence, evident_cause
@@ -57,17 +57,17 @@ DIWA_WEIGHT = 0.05
 WHERE = "in imagination", "in the real environment"
 
 ADVICE = {
-    Ended.TARGET: "The success target was not above the base's success: set finetune.target_success=0.99, or null.",
-    Ended.PARTED: (
+    EndReason.TARGET: "The success target was not above the base's success: set finetune.target_success=0.99, or null.",
+    EndReason.DIVERGED: (
         "The world model is inaccurate on this policy: update it with the policy's episodes "
         "(imagine.refresh_every=10), use more data (worldmodel.include_base=true, worldmodel.transitions), or "
         "increase the BC weight from the start (imagine.bc_weight=0.05)."
     ),
-    Ended.PATIENCE: (
+    EndReason.PATIENCE: (
         "Real and imagined success had not diverged, but success stopped improving: try finetune.learning_rate=1e-4 "
         "finetune.critic_warmup=4, more finetune.num_envs, or imagine.patience=8."
     ),
-    Ended.ITERATIONS: (
+    EndReason.ITERATIONS: (
         "The run ended only because finetune.iterations was reached: increase it, or increase finetune.learning_rate."
     ),
 }
@@ -237,7 +237,7 @@ def learn(
     if imagine_section.method == "sft":
         acting = planned_acting(config.plan, worlds.training, model, device)
         return imitate(config, policy, worlds.training, watch, folder, acting)
-    tuning, leash = held_near(narrowed(FinetuneConfig, section), imagine_section)
+    tuning, bc_weight = held_near(narrowed(FinetuneConfig, section), imagine_section)
     return finetune(
         policy,
         build_critic(worlds.training, section, config.run.seed).to(device),
@@ -249,7 +249,7 @@ def learn(
         seed=config.run.seed,
         guidance=guidance_of(config, worlds.training, model, policy),
         after_checkpoint=refresh,
-        oversight=Oversight(imagine_section.patience, leash, imagine_section.bc_growth),
+        stopping=StoppingSettings(imagine_section.patience, bc_weight, imagine_section.bc_growth),
     )
 
 
@@ -264,7 +264,7 @@ def held_near(tuning: FinetuneConfig, chosen: ImagineSection) -> tuple[FinetuneC
         chosen.bc_growth == 1 or chosen.divergence_threshold is None or not chosen.real_eval_episodes
     ):
         return tuning, 1.0
-    return held_near_base(tuning, chosen.bc_weight or DIWA_WEIGHT), float(chosen.bc_weight > 0)
+    return with_bc_toward_base(tuning, chosen.bc_weight or DIWA_WEIGHT), float(chosen.bc_weight > 0)
 
 
 def imitate(
@@ -291,7 +291,7 @@ def imitate(
         seed=config.run.seed,
         evaluate=watch.evaluate,
         confirm=watch.confirm,
-        course=Course(Oversight(imagine_section.patience), config.finetune.target_success),
+        course=StoppingRule(StoppingSettings(imagine_section.patience), config.finetune.target_success),
         run=folder,
         acting=acting,
     )
@@ -338,12 +338,12 @@ def print_advice(
     metric = "success" if base.reports_success else "the return"
     advice = ADVICE[result.ended] if "deterministic_score" in result.best else UNWATCHED
     target = None if section is None else section.target_success
-    if result.ended is Ended.TARGET and target is not None and base.score < target:
+    if result.ended is EndReason.TARGET and target is not None and base.score < target:
         advice = (
             "The target was reached on the validation initial states, but not on new ones: validate on more "
             "episodes, finetune.evaluate_episodes=1000, or increase finetune.target_success."
         )
-    if section is not None and seen is not None and seen.iterations and result.ended is not Ended.PARTED:
-        difference = compare(base, tuned_result) if result.ended is not Ended.TARGET else None
+    if section is not None and seen is not None and seen.iterations and result.ended is not EndReason.DIVERGED:
+        difference = compare(base, tuned_result) if result.ended is not EndReason.TARGET else None
         advice = evident_cause(seen, base, tuned_result, section, difference, inside=" imagined") or advice
     output.print(f"On new initial states, {metric} did not increase. {advice}", markup=False, soft_wrap=True)

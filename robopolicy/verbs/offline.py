@@ -45,7 +45,7 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.critics import critic_interface, fit_agent
 from robopolicy.training.offline.configuration import IMPROVERS
 from robopolicy.training.offline.guided import guided_episodes
-from robopolicy.training.offline.improvers import Imagination, Improver, Lesson, Wraps
+from robopolicy.training.offline.improvers import Imagination, Improver, OfflineContext, Wraps
 from robopolicy.training.offline.rounds import Rounds, improve_in_rounds
 from robopolicy.verbs.job import Job, began_from, judge_in_its_world, normalised
 from robopolicy.verbs.logged import say_decisions, split_data
@@ -155,11 +155,11 @@ def learn_critic(
         agent_config, interface.size, interface.actions, derive_seed(seed, "agent")
     )
     if getattr(section.improve.config, "imagines", False):
-        return Lesson(agent.to(device), data, interface, imagination(config, policy, device))
+        return OfflineContext(agent.to(device), data, interface, imagination(config, policy, device))
     generators = Generators(derive_seed(seed, "critic"), device)
     fitting = section.critic
     fit_agent(agent.to(device), data.transitions, fitting.steps, fitting.batch_size, generators, run=folder)
-    return Lesson(agent, data, interface)
+    return OfflineContext(agent, data, interface)
 
 
 def episodes_for(config: Config, policy: Policy, recorded: Episodes, device: torch.device) -> Episodes:

@@ -45,7 +45,7 @@ from robopolicy.training.critics import (
     critic_interface,
     fit_agent,
     interface_of,
-    steered,
+    steer,
 )
 from robopolicy.training.online import (
     Begins,
@@ -145,7 +145,7 @@ def begin(config: Config, given: Policy | None, world: World, folder: RunFolder,
     if section.method == "dsrl":
         assert given is not None  # which policy_path sees to
         fields, tasks = world.spec.observation, world.spec.instructions
-        steering = steered(
+        steering = steer(
             given, settings, fields, tasks, bound=section.noise_bound, seed=seed, kind=kind, steers=False
         ).to(device)
         return Beginning(steering, plays_noise(steering), "warm-up")

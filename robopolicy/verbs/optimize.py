@@ -42,7 +42,7 @@ from robopolicy.inference.schedules import plans_to_try
 from robopolicy.nn.schedules import FlowSchedule
 from robopolicy.policies.abilities import Denoises
 from robopolicy.policies.loading import checkpoint_in
-from robopolicy.rl.offline.decisions import observed_at
+from robopolicy.rl.offline.decisions import observations_at
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
 from robopolicy.verbs.job import judge_in_its_world
 from robopolicy.verbs.optimize_model import optimize_model
@@ -134,7 +134,7 @@ def observations(config: Config, policy: Policy, device: torch.device) -> Tensor
     draws = torch.Generator().manual_seed(derive_seed(config.run.seed, "optimize"))
     steps = torch.randperm(episodes.step_count, generator=draws)[: section.observations]
     frames = (steps + episodes.episode_of_step[steps]).to(device)
-    return observed_at(episodes.to(device), frames, spec.history, list(spec.observation))
+    return observations_at(episodes.to(device), frames, spec.history, list(spec.observation))
 
 
 def first_rows(seen: TensorObservation, count: int) -> TensorObservation:

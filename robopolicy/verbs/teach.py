@@ -32,7 +32,7 @@ from robopolicy.evaluation.success import compared
 from robopolicy.policies.abilities import is_pretrained
 from robopolicy.policies.configuration import Reach, reach_of
 from robopolicy.runs import default_path, output
-from robopolicy.training.auxiliary import new_head
+from robopolicy.training.auxiliary import build_state_head
 from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.pretrain import plan_conditions
 from robopolicy.training.teaching import Teacher, teach
@@ -97,7 +97,7 @@ def plan(config: Config, teacher: Teacher, world: World, device: torch.device) -
     """Print how a student built on another library's checkpoint reads images, and the memory that its training takes.
 
     It is built from one teacher episode before the first round. Raises ConfigError when less memory is free or its
-    encoder outputs cannot be cached, and the errors of `new_head`.
+    encoder outputs cannot be cached, and the errors of `build_state_head`.
     """
     if not (is_pretrained(config.policy.config) or config.teach.cache_encoder_outputs or config.teach.auxiliary_keys):
         return
@@ -107,7 +107,7 @@ def plan(config: Config, teacher: Teacher, world: World, device: torch.device) -
     student = new_policy(config, episodes, device)
     say_model(student, section)
     if section.auxiliary_keys:
-        new_head(student, episodes, section, config.run.seed)
+        build_state_head(student, episodes, section, config.run.seed)
     if section.cache_encoder_outputs:
         steps = section.rounds * section.episodes * episodes.step_count
         output.print(plan_conditions(student, episodes, steps, section.precision))

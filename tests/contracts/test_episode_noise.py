@@ -24,7 +24,7 @@ from robopolicy.policies.loading import build_policy
 from robopolicy.policies.registry import LEFT_BEHIND, POLICIES
 from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.rl.offline.configuration import AGENTS, RlpdConfig
-from robopolicy.training.critics import AgentPolicy, BestOfPolicy, interface_of, steered
+from robopolicy.training.critics import AgentPolicy, BestOfPolicy, interface_of, steer
 from sims.engine import MujocoWorld
 from sims.experts import NoisyController, noise_level
 from sims.registry import load_task
@@ -80,7 +80,7 @@ def agent(kind: str = "rlpd", chunk: int = 4) -> tuple[Any, Any]:
 def steering() -> Policy:
     spec, _ = shown()
     settings = RlpdConfig(width=16, depth=1)
-    return steered(diffusion(), settings, spec.observation, spec.instructions, bound=2.0, seed=0, kind="rlpd")
+    return steer(diffusion(), settings, spec.observation, spec.instructions, bound=2.0, seed=0, kind="rlpd")
 
 
 def planned() -> Policy:

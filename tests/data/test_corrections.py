@@ -30,7 +30,7 @@ from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.interface import Interface
-from robopolicy.training.offline.improvers import Lesson
+from robopolicy.training.offline.improvers import OfflineContext
 from robopolicy.training.offline.recap import corrections
 from robopolicy.training.pretrain import regression_batches
 
@@ -163,10 +163,10 @@ def test_a_critic_is_told_neither_that_the_task_was_over_nor_what_the_operator_e
 def test_recap_takes_corrections_for_better():
     interface = Interface(FIELDS, ACTION, chunk=1)
     data = recorded_decisions(episodes(), interface, 0.9)
-    lesson = Lesson(None, data, interface)  # type: ignore[arg-type]
+    lesson = OfflineContext(None, data, interface)  # type: ignore[arg-type]
     assert flags(corrections(lesson)) == [int(each > 0) for each in SEGMENT]
     silent = recorded_decisions(episodes(actor=None, segment=None), interface, 0.9)
-    assert corrections(Lesson(None, silent, interface)) is None  # type: ignore[arg-type]
+    assert corrections(OfflineContext(None, silent, interface)) is None  # type: ignore[arg-type]
 
 
 class Line:

@@ -23,12 +23,12 @@ from robopolicy.rl.offline.fqe import FqeConfig, fit_q
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.presets import PRESETS
 from robopolicy.training.configuration import DistillConfig, FinetuneConfig, FitConfig, OnlineConfig
-from robopolicy.training.critics import AgentPolicy, BestOfPolicy, fit_agent, steered
+from robopolicy.training.critics import AgentPolicy, BestOfPolicy, fit_agent, steer
 from robopolicy.training.distill import distill
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.offline.configuration import IMPROVERS
-from robopolicy.training.offline.improvers import Imagination, Lesson
+from robopolicy.training.offline.improvers import Imagination, OfflineContext
 from robopolicy.training.online import learn_online, plays_noise, plays_policy
 
 SMALL_LEARNING = {
@@ -139,7 +139,7 @@ def improved(kind: str, device: str) -> dict[str, Any]:
             torch.manual_seed(seed)
             return state_critic(STATES.observation, 1, 16).to(device)
 
-    lesson = Lesson(critic, data, interface, Imagination(RandomWorld(4), TUNING, new_critic))
+    lesson = OfflineContext(critic, data, interface, Imagination(RandomWorld(4), TUNING, new_critic))
     settings = IMPROVERS.configuration(kind)
     improver = IMPROVERS.builds(kind)(settings(**small(settings, SMALL_LEARNING)))
     policy = made("flow" if kind == "adjoint_matching" else "diffusion", device)
@@ -166,7 +166,7 @@ def distilled(device: str) -> dict[str, Any]:
 def steering(device: str) -> dict[str, Any]:
     """Steer a flow by its noise and learn that in the world."""
     config = AGENTS.configuration("rlpd")(**small(AGENTS.configuration("rlpd"), SMALL_LEARNING))
-    policy = steered(
+    policy = steer(
         made("flow", device), config, STATES.observation, ("",), bound=2.0, seed=0, kind="rlpd", steers=False
     )
     policy.to(device)

@@ -26,7 +26,7 @@ from robopolicy.inference.plan import FILE, InferencePlan, load_plan, save_plan,
 from robopolicy.nn.configuration import DenoiserKind
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.rl.offline.configuration import RlpdConfig
-from robopolicy.training.critics import SteeredPolicy, steered
+from robopolicy.training.critics import SteeredPolicy, steer
 from robopolicy.verbs import optimize
 from sims.registry import make_world
 
@@ -96,7 +96,7 @@ def test_optimize_keeps_the_fastest_that_is_allowed_and_acting_reads_it(tmp_path
 
 def test_what_decides_by_means_of_another_policy_is_tried_with_fewer_steps_too(tmp_path: Path, capsys, monkeypatch):
     base = _checkpoint(tmp_path / "base")
-    policy = steered(base, RlpdConfig(width=8, depth=1, critics=3), base.fields, ("",), bound=1.5, seed=0, kind="rlpd")
+    policy = steer(base, RlpdConfig(width=8, depth=1, critics=3), base.fields, ("",), bound=1.5, seed=0, kind="rlpd")
     remember_origin(policy, WorldOrigin("reach_planar"))
     policy.save(tmp_path / "checkpoint")
     given = ["optimize", str(tmp_path / "checkpoint"), "optimize.engines=[lean]", "optimize.episodes=2"]

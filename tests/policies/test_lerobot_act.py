@@ -22,7 +22,7 @@ from robopolicy.policies.loading import build_policy, load_policy
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
-from robopolicy.training.guidance import ExpertRows, Guidance
+from robopolicy.training.guidance import ExpertMixer, Guidance
 from sims.registry import load_task, make_world
 
 pytestmark = pytest.mark.long
@@ -208,9 +208,9 @@ def test_experts_rows_are_seen_by_the_frozen_backbone_too(tmp_path):
         evaluate_every=0, target_kl=None,
     )  # fmt: skip
     calls: list[Any] = []
-    plain = ExpertRows.beside
+    plain = ExpertMixer.beside
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExpertRows, "beside", lambda *given: calls.append(plain(*given)) or calls[-1])
+        patch.setattr(ExpertMixer, "beside", lambda *given: calls.append(plain(*given)) or calls[-1])
         finetune(policy, None, make_world("push_cube", 4, **options), config, guidance=Guidance(experts=shown))
     (rows,) = calls
     assert any(name.startswith("condition") for name in rows.latents) and len(rows.group) == 6

@@ -10,7 +10,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, SpecError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import TASK, Field, PolicySpec
-from robopolicy.rl.offline.decisions import actions_at, frame_states, observed_at, recorded_decisions
+from robopolicy.rl.offline.decisions import actions_at, frame_states, observations_at, recorded_decisions
 from robopolicy.rl.offline.interface import Interface, recorded_range
 
 LENGTHS, DISCOUNT, CHUNK = (5, 1, 3), 0.9, 2
@@ -155,7 +155,7 @@ class Echo:
 
 def test_what_a_policy_would_do_at_recorded_observations():
     data, frames = episodes(), torch.tensor([5, 0, 6])
-    observation = observed_at(data, frames, 2, ["observation.state"])
+    observation = observations_at(data, frames, 2, ["observation.state"])
     states = data.observation["observation.state"]
     assert torch.equal(observation["observation.state"], states[torch.tensor([[4, 5], [0, 0], [6, 6]])])
     assert observation[TASK] == ["push", "push", "pull"]

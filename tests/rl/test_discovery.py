@@ -10,7 +10,7 @@ import pytest
 from robopolicy import rl
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.rl import registry
-from robopolicy.rl.registry import Mechanism, Slot, _of_module, find, mechanism, mechanisms
+from robopolicy.rl.registry import Mechanism, Slot, _of_module, get_mechanism, mechanism, mechanisms
 
 
 def test_what_is_read_is_what_an_import_registers():
@@ -51,7 +51,7 @@ def test_a_name_is_taken_once():
 
 def test_a_mistake_names_the_nearest():
     with pytest.raises(ConfigError, match=r"advantage: there is no mechanism 'grop'. Did you mean 'grpo'"):
-        find(Slot.ADVANTAGE, "grop")
+        get_mechanism(Slot.ADVANTAGE, "grop")
 
 
 BROKEN = {
@@ -74,7 +74,7 @@ def test_a_broken_package_is_said_and_stops_nobody(module, tmp_path, monkeypatch
     registry._installed.cache_clear()
     try:
         with pytest.warns(RobopolicyWarning, match=f"not available .entry point theirs = {module}.*{message}"):
-            assert find(Slot.ADVANTAGE, "grpo").name == "grpo"
-        assert find(Slot.ADVANTAGE, "gae")  # and it is said once
+            assert get_mechanism(Slot.ADVANTAGE, "grpo").name == "grpo"
+        assert get_mechanism(Slot.ADVANTAGE, "gae")  # and it is said once
     finally:
         registry._installed.cache_clear()

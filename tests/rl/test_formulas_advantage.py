@@ -27,10 +27,10 @@ def with_rewards(rollouts, table: list[list[list[float]]]):
 @pytest.mark.checks("advantage/gae")
 def test_gae_is_whitened_over_decisions_that_were_played():
     rollouts = make_rollouts([2, 1], [0, 1]).with_extras(advantage_gae=torch.tensor([[1.0, 4.0], [-2.0, 99.0]]))
-    advantages = gae.estimate(rollouts, CONTEXT)
+    advantages = gae.gae_over_chunks(rollouts, CONTEXT)
     expected = standardised([1.0, 4.0, -2.0])
     assert advantages.flatten().tolist() == pytest.approx([*expected, 0.0], abs=1e-6)
-    assert gae.estimate(rollouts, CONTEXT, whiten=False).tolist() == [[1.0, 4.0], [-2.0, 0.0]]
+    assert gae.gae_over_chunks(rollouts, CONTEXT, whiten=False).tolist() == [[1.0, 4.0], [-2.0, 0.0]]
 
 
 @pytest.mark.checks("advantage/egae")

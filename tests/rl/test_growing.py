@@ -10,7 +10,15 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
 from robopolicy.core.world import Step
-from robopolicy.rl.episodes import Branching, EpisodePlayer, groups_of, moved, shared_in_groups, shared_out, surprise
+from robopolicy.rl.episodes import (
+    Branching,
+    EpisodePlayer,
+    allocate_branches,
+    allocate_branches_by_group,
+    changed_rows,
+    groups_of,
+    surprise,
+)
 from robopolicy.training.configuration import FinetuneConfig
 from sims.registry import make_world
 
@@ -35,18 +43,18 @@ class Unsure:
 def test_branches_are_shared_out_in_proportion_to_the_probability_of_being_surprised():
     # weights 1 : 2 : 5 of eight branches, and of four: 0.5, 1 and 2.5, the half going to the first of the two
     surprises = [0.0, float(np.log(2)), float(np.log(5))]
-    assert shared_out(surprises, 8) == [1, 2, 5]
-    assert shared_out(surprises, 4) == [1, 1, 2]
-    assert shared_out([3.0] * 3, 6) == [2, 2, 2]
-    assert shared_out([0.0], 3) == [3]
+    assert allocate_branches(surprises, 8) == [1, 2, 5]
+    assert allocate_branches(surprises, 4) == [1, 1, 2]
+    assert allocate_branches([3.0] * 3, 6) == [2, 2, 2]
+    assert allocate_branches([0.0], 3) == [3]
     draws = np.random.default_rng(0)
     for _ in range(50):
         some, branches = draws.normal(scale=3, size=draws.integers(1, 7)), int(draws.integers(0, 12))
-        counts = shared_out(list(some), branches)
+        counts = allocate_branches(list(some), branches)
         exact = branches * np.exp(some) / np.exp(some).sum()
         assert sum(counts) == branches
         assert np.abs(np.array(counts) - exact).max() < 1
-    assert shared_in_groups([7, 8, 7], [0.0, 1.0, float(np.log(3))], 2) == [1, 2, 3]
+    assert allocate_branches_by_group([7, 8, 7], [0.0, 1.0, float(np.log(3))], 2) == [1, 2, 3]
     mask = torch.tensor([[True, True], [True, False], [False, False]])
     assert surprise(torch.tensor([[-1.0, -3.0], [-5.0, -9.0], [-7.0, -7.0]]), mask).tolist() == [2.0, 5.0, 0.0]
 
@@ -62,7 +70,7 @@ def test_episodes_that_stand_at_a_decision_together_branch_by_how_unsure_they_we
     for group in (0, 1):
         mine = rollouts.group[roots] == group
         children = [int((rollouts.parent == root).sum()) for root in roots[mine].tolist()]
-        assert children == shared_out(unsure[mine].tolist(), 8)
+        assert children == allocate_branches(unsure[mine].tolist(), 8)
         assert max(children) > 2
     alike = EpisodePlayer(world, Unsure(world.spec), Branching((1,), 3))
     rollouts = alike.play(groups_of([5, 6], 4), torch.Generator().manual_seed(0))
@@ -132,6 +140,6 @@ def test_an_episode_in_which_nothing_moves_any_more_is_stopped_early():
     assert torch.equal(played(3, rows=4).row_return, stopped.row_return)
     before = {STATE: torch.tensor([[[0.0]], [[2.0]]]), "task": ["a", "a"]}
     after = {STATE: torch.tensor([[[0.0005]], [[2.01]]])}
-    assert moved(before, after).tolist() == [False, True]  # their spread is 1
+    assert changed_rows(before, after).tolist() == [False, True]  # their spread is 1
     with pytest.raises(ConfigError, match="max_idle_chunks"):
         replace(FinetuneConfig(), max_idle_chunks=-1)

@@ -11,7 +11,14 @@ from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
-from robopolicy.rl.advantages.tree import branch_grpo, fused_values, kept_leaves, kept_steps, owners, subtree_values
+from robopolicy.rl.advantages.tree import (
+    branch_grpo,
+    fused_values,
+    owners,
+    subtree_values,
+    unpruned_chain_steps,
+    unpruned_leaf_steps,
+)
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import Context
@@ -183,7 +190,7 @@ def leaves_of_eight() -> Rollouts:
     ],
 )
 def test_width_pruning_keeps_the_chosen_leaves_beyond_their_last_split(width: str, share: float, best: list[int]):
-    kept = kept_leaves(leaves_of_eight(), width, share)
+    kept = unpruned_leaf_steps(leaves_of_eight(), width, share)
     assert kept[:, :2].all()  # what comes before, and the decision with which leaves part
     for row in range(8):
         assert kept[row, 2:].unique().tolist() == [row in best]
@@ -192,30 +199,30 @@ def test_width_pruning_keeps_the_chosen_leaves_beyond_their_last_split(width: st
 @pytest.mark.checks("advantage/branch_grpo", "BranchGRPO")
 def test_width_pruning_leaves_alone_what_is_no_tree_and_counts_from_where_a_leaf_parts():
     separate = make_rollouts([3] * 4, [0] * 4, [1.0, 2.0, 3.0, 4.0])
-    assert kept_leaves(separate, "extremes").all()
+    assert unpruned_leaf_steps(separate, "extremes").all()
     # Row 1 leaves row 0 before decision 2 of four; row 2 has no siblings. Inside the chain the split step counts.
     mixed = make_rollouts([4] * 3, [0] * 3, [1.0, 2.0, 3.0], parent=[-1, 0, -1], branch_decision=[-1, 2, -1])
     expected = torch.ones(3, 4, dtype=torch.bool)
     expected[0, 3] = False
-    assert torch.equal(kept_leaves(mixed, "branch")[..., 0], expected)
-    inside = kept_leaves(replace(mixed, branch_sampling_step=torch.tensor([0, 1, 0])), "branch").flatten(1)
+    assert torch.equal(unpruned_leaf_steps(mixed, "branch")[..., 0], expected)
+    inside = unpruned_leaf_steps(replace(mixed, branch_sampling_step=torch.tensor([0, 1, 0])), "branch").flatten(1)
     assert inside[0].tolist() == [True] * 6 + [False] * 2
     assert inside[1:].all()
     with pytest.raises(ConfigError, match=r"branch_grpo\.width=extreme is not known.*extremes"):
-        kept_leaves(separate, "extreme")
+        unpruned_leaf_steps(separate, "extreme")
 
 
 @pytest.mark.checks("advantage/branch_grpo", "BranchGRPO")
 def test_depth_pruning_slides_its_window_towards_the_last_split():
     rollouts = make_rollouts([2, 1], [0, 0], steps=6)
-    windows = [kept_steps(rollouts, 2, shift)[0, 0].tolist() for shift in range(6)]
+    windows = [unpruned_chain_steps(rollouts, 2, shift)[0, 0].tolist() for shift in range(6)]
     by_hand = [[4, 5], [3, 4], [2, 3], [1, 2], [1, 2], [1, 2]]
     assert windows == [[step not in window for step in range(6)] for window in by_hand]
     split = replace(rollouts, branch_sampling_step=torch.tensor([0, 3]))
-    assert kept_steps(split, 2, 9)[1, 0].tolist() == [True] * 4 + [False] * 2
-    assert kept_steps(rollouts, 0, 3).all()
+    assert unpruned_chain_steps(split, 2, 9)[1, 0].tolist() == [True] * 4 + [False] * 2
+    assert unpruned_chain_steps(rollouts, 0, 3).all()
     with pytest.raises(ConfigError, match=r"branch_grpo\.depth=3 is too large: of 6 steps at most the last 2"):
-        kept_steps(split, 3, 0)
+        unpruned_chain_steps(split, 3, 0)
 
 
 @pytest.mark.checks("advantage/branch_grpo", "BranchGRPO")
@@ -226,7 +233,7 @@ def test_what_is_pruned_counts_in_values_but_is_not_learned_from():
     algorithm = build_algorithm(AlgorithmConfig(algorithm="branch_grpo", options=options))
     prepared = algorithm.prepare(rollouts, replace(context(), iteration=15))
     assert isinstance(whole, Tensor)
-    kept = kept_leaves(rollouts, "extremes", 0.5) & torch.tensor([True, False])
+    kept = unpruned_leaf_steps(rollouts, "extremes", 0.5) & torch.tensor([True, False])
     torch.testing.assert_close(prepared.extras["advantage"], torch.where(kept, whole[..., None], 0.0))
     assert torch.equal(prepared.mask, rollouts.mask & kept)
     assert torch.equal(prepared.played, kept.any(-1))
@@ -279,4 +286,4 @@ def test_the_preset_fuses_by_probability_and_prunes_leaves():
     expected = branch_grpo(rollouts, context(), beta=1.0)
     assert isinstance(expected, Tensor)
     assert torch.equal(advantages, expected)
-    assert torch.equal(kept, kept_leaves(rollouts, "extremes", 0.5))
+    assert torch.equal(kept, unpruned_leaf_steps(rollouts, "extremes", 0.5))

@@ -11,7 +11,7 @@ from robopolicy.benchmarks.mechanisms import ABLATIONS
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.rl.papers import Paper, effect, papers
-from robopolicy.rl.registry import Slot, find, mechanisms
+from robopolicy.rl.registry import Slot, get_mechanism, mechanisms
 from robopolicy.verbs.bench import BENCHMARKS
 from robopolicy.verbs.verb import VERBS
 
@@ -58,7 +58,7 @@ def test_what_carries_a_paper_exists():
     for paper in ROWS:
         for mechanism in paper.mechanisms:
             slot, _, name = mechanism.partition("/")
-            assert find(Slot(slot), name).source, f"{mechanism} has no source"
+            assert get_mechanism(Slot(slot), name).source, f"{mechanism} has no source"
         assert bool(paper.mechanisms or paper.settings) == (paper.status != "absent"), paper.id
         assert paper.note or paper.status == "works", f"{paper.id}: say what is missing, or why it is absent"
 

@@ -10,7 +10,7 @@ from robopolicy.rl.offline.agent import OfflineAgent
 from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.interface import Interface
-from robopolicy.training.offline.improvers import Lesson
+from robopolicy.training.offline.improvers import OfflineContext
 
 FIELDS = {"observation.state": Field((1,))}
 ACTION = Field((1,), low=-1.0, high=1.0)
@@ -84,10 +84,10 @@ def imitated_policy(kind: PolicyKind = PolicyKind.DIFFUSION) -> DenoisingPolicy:
     return policy.eval()
 
 
-def lesson() -> Lesson:
+def lesson() -> OfflineContext:
     data = recorded()
     interface = Interface(FIELDS, ACTION, chunk=2)
-    return Lesson(Knows(), recorded_decisions(data, interface, 0.9), interface)
+    return OfflineContext(Knows(), recorded_decisions(data, interface, 0.9), interface)
 
 
 def distance(policy) -> float:

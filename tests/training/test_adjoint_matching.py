@@ -20,8 +20,8 @@ from robopolicy.policies.network import steps_of
 from robopolicy.training.offline.configuration import AdjointMatchingConfig
 from robopolicy.training.offline.gradients import (
     AdjointMatching,
+    adjoint_gains,
     draw_chain,
-    gains,
     lean_adjoints,
     matching_loss,
     memoryless,
@@ -133,7 +133,7 @@ def test_the_memoryless_sampler_keeps_the_flows_marginals_and_forgets_its_noise(
         assert clean + kept * (1 - time) == pytest.approx(1 - after, abs=1e-6)  # of data 1, x_t has mean 1 - t
         assert (kept * time) ** 2 + std**2 == pytest.approx(after**2, abs=1e-6)
     assert float(sampler.table[0, 3]) == 0.0 and float(sampler.table[-1, 4]) == 0.0
-    assert gains(sampler.times).tolist() == pytest.approx([0.64 / 0.2, 4.0, 1.5, 2 / 3, 0.25])
+    assert adjoint_gains(sampler.times).tolist() == pytest.approx([0.64 / 0.2, 4.0, 1.5, 2 / 3, 0.25])
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from robopolicy.nn.configuration import ImageEncoderConfig
 from robopolicy.policies import DenoisingPolicy
 from robopolicy.policies.configuration import DenoisingPolicyConfig
-from robopolicy.training.auxiliary import FIELDS, LOSS, TellsFields, new_head, with_fields
+from robopolicy.training.auxiliary import FIELDS, LOSS, WithStatePrediction, build_state_head, with_fields
 from robopolicy.training.configuration import FitConfig, PretrainConfig, TeachConfig
 from robopolicy.training.pretrain import pretrain, regression_batches
 
@@ -53,11 +53,11 @@ def student(data: Episodes, keys: tuple[str, ...] = (STATE, CAMERA), **image: ob
 def test_it_is_the_mean_squared_error_in_ranges_beside_the_policys_own_loss(labelled):
     data = episodes(labelled=labelled)
     policy = student(data)
-    head = new_head(policy, data, CONFIG, seed=1)
+    head = build_state_head(policy, data, CONFIG, seed=1)
     head.fit_units(data)
     drawn = regression_batches(policy, data, 5, GENERATOR().manual_seed(2))
     batch = next(with_fields(drawn, data, CONFIG.auxiliary_keys))
-    losses = TellsFields(policy, head).loss(batch, GENERATOR().manual_seed(3))
+    losses = WithStatePrediction(policy, head).loss(batch, GENERATOR().manual_seed(3))
     own = policy.loss(batch, GENERATOR().manual_seed(3))
     assert set(losses) == {"denoising", LOSS} and torch.equal(losses["denoising"], own["denoising"])
     # The square is where the picture of the same step has it
@@ -74,7 +74,7 @@ def test_it_is_the_mean_squared_error_in_ranges_beside_the_policys_own_loss(labe
 def test_it_reaches_the_convolutions_and_reads_pictures_once():
     data = episodes()
     policy = student(data)
-    model = TellsFields(policy, new_head(policy, data, CONFIG, seed=1))
+    model = WithStatePrediction(policy, build_state_head(policy, data, CONFIG, seed=1))
     batch = next(with_fields(regression_batches(policy, data, 5, GENERATOR()), data, CONFIG.auxiliary_keys))
     read = []
     policy.network.encoder.register_forward_hook(lambda *_: read.append(1))
@@ -113,7 +113,7 @@ def test_a_run_that_was_killed_ends_in_the_same_place(tmp_path, monkeypatch):
     config = replace(CONFIG, batch_size=8, fit=replace(CONFIG.fit, steps=9, checkpoint_every=3, log_every=2))
     whole = student(data)
     pretrain(whole, data, config, RunFolder(tmp_path / "whole"), seed=4)
-    stopped, loss, calls = student(data), TellsFields.loss, []
+    stopped, loss, calls = student(data), WithStatePrediction.loss, []
 
     def once(self, batch, generator):
         calls.append(1)
@@ -121,10 +121,10 @@ def test_a_run_that_was_killed_ends_in_the_same_place(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return loss(self, batch, generator)
 
-    monkeypatch.setattr(TellsFields, "loss", once)
+    monkeypatch.setattr(WithStatePrediction, "loss", once)
     with pytest.raises(KeyboardInterrupt):
         pretrain(stopped, data, config, RunFolder(tmp_path / "killed"), seed=4)
-    monkeypatch.setattr(TellsFields, "loss", loss)
+    monkeypatch.setattr(WithStatePrediction, "loss", loss)
     again = student(data)
     pretrain(again, data, config, RunFolder(tmp_path / "killed"), seed=4)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())

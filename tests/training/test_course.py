@@ -15,14 +15,14 @@ from robopolicy.core.run import RunFolder
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.course import Course, Ended, Oversight
+from robopolicy.training.course import EndReason, StoppingRule, StoppingSettings
 from robopolicy.training.finetune import finetune
 
 CONFIG = FinetuneConfig(
     rollout_length=3, epochs=2, minibatch=32, discount=0.9, evaluate_every=1, checkpoint_every=1, critic_warmup=0
 )
 HELD = replace(CONFIG, auxiliaries=("bc",), options={"bc": {"weight": 0.05}})
-WATCHED = Oversight(patience=2, leash=0.0, tighten=2.0)
+WATCHED = StoppingSettings(patience=2, bc_weight=0.0, bc_growth=2.0)
 
 
 def seen(real: float, imagined: float, gap: float = 0.2, episodes: int = 200) -> dict[str, float]:
@@ -33,15 +33,17 @@ def seen(real: float, imagined: float, gap: float = 0.2, episodes: int = 200) ->
     return {"success": imagined, "low": low, "high": high, "gap": imagined - real, "parted": parted, **watched}
 
 
-def follow(*pairs: tuple[float, float], oversight: Oversight = WATCHED, target: float | None = None) -> Course:
-    course = Course(oversight, target)
+def follow(
+    *pairs: tuple[float, float], stopping: StoppingSettings = WATCHED, target: float | None = None
+) -> StoppingRule:
+    course = StoppingRule(stopping, target)
     for real, imagined in pairs:
         assert course.ended is None
         course.observe({f"deterministic_{name}": value for name, value in seen(real, imagined).items()})
     return course
 
 
-def tune(pairs, config=HELD, folder=None, oversight=WATCHED, crash_at: int | None = None, confirm=None):
+def tune(pairs, config=HELD, folder=None, stopping=WATCHED, crash_at: int | None = None, confirm=None):
     """Fine-tune the bandit, told what `pairs` of real and imagined success say at iterations 0, 1, ..."""
     policy, asked = ChainPolicy(), RunFolder(folder).metrics() if folder is not None and folder.exists() else []
     turn = len([record for record in asked if "deterministic_success" in record])
@@ -60,7 +62,7 @@ def tune(pairs, config=HELD, folder=None, oversight=WATCHED, crash_at: int | Non
     run, critic = None if folder is None else RunFolder(folder), state_critic(FIELDS, 1, width=8)
     world = BanditWorld(16, horizon=5)
     return policy, finetune(
-        policy, critic, world, config, run, evaluate=evaluate, confirm=confirm, seed=4, oversight=oversight
+        policy, critic, world, config, run, evaluate=evaluate, confirm=confirm, seed=4, stopping=stopping
     )
 
 
@@ -68,12 +70,12 @@ def test_a_real_gain_is_kept_where_imagination_gains_more(tmp_path: Path):
     _, result = tune([(0.415, 0.43), (0.695, 0.91), (0.64, 0.93), (0.6, 0.95), (0.9, 0.9)], folder=tmp_path)
     assert result.best["iteration"] == 1 and result.best["deterministic_real_success"] == 0.695
     assert result.best["deterministic_gap"] == pytest.approx(0.215)
-    assert result.ended is Ended.PARTED and result.iterations == 3
+    assert result.ended is EndReason.DIVERGED and result.iterations == 3
 
 
 def test_a_run_goes_on_beyond_a_gap_while_real_success_rises():
     _, result = tune([(0.415, 0.43), (0.6, 0.91), (0.7, 0.93), (0.8, 0.95), (0.9, 0.96)])
-    assert result.ended is Ended.ITERATIONS and result.iterations == 4
+    assert result.ended is EndReason.ITERATIONS and result.iterations == 4
     assert result.best["deterministic_real_success"] == 0.9
 
 
@@ -82,7 +84,7 @@ def test_what_is_imagined_alone_is_not_the_best_and_reaches_no_target():
     _, result = tune([(0.5, 0.5), (0.6, 0.6), (0.4, 0.99)], config)
     assert not result.reached_target and result.best["iteration"] == 1
     _, result = tune([(0.5, 0.5), (0.95, 0.9), (0.4, 0.99)], config)
-    assert result.reached_target and result.ended is Ended.TARGET and result.iterations == 1
+    assert result.reached_target and result.ended is EndReason.TARGET and result.iterations == 1
 
 
 def test_a_target_that_fresh_episodes_do_not_confirm_ends_nothing(tmp_path: Path):
@@ -102,34 +104,34 @@ def test_a_target_that_fresh_episodes_do_not_confirm_ends_nothing(tmp_path: Path
 
 
 def test_why_a_run_ended_is_told_apart():
-    assert follow((0.5, 0.5), (0.5, 0.55), (0.45, 0.5)).ended is Ended.PATIENCE
+    assert follow((0.5, 0.5), (0.5, 0.55), (0.45, 0.5)).ended is EndReason.PATIENCE
     assert follow((0.5, 0.5), (0.5, 0.9)).ended is None
-    assert follow((0.5, 0.5), (0.5, 0.9), (0.45, 0.9)).ended is Ended.PARTED
-    assert follow((0.7, 0.7), (0.4, 0.9)).ended is Ended.PARTED, "a fall that parts is not waited for"
+    assert follow((0.5, 0.5), (0.5, 0.9), (0.45, 0.9)).ended is EndReason.DIVERGED
+    assert follow((0.7, 0.7), (0.4, 0.9)).ended is EndReason.DIVERGED, "a fall that parts is not waited for"
     assert follow((0.7, 0.7), (0.4, 0.4)).ended is None, "both fell: the model knows it"
-    assert follow((0.5, 0.5), (0.97, 0.97), target=0.95).ended is Ended.TARGET
-    endless = Oversight(patience=0)
-    assert follow((0.5, 0.5), (0.5, 0.5), (0.5, 0.5), (0.5, 0.5), oversight=endless).ended is None
+    assert follow((0.5, 0.5), (0.97, 0.97), target=0.95).ended is EndReason.TARGET
+    endless = StoppingSettings(patience=0)
+    assert follow((0.5, 0.5), (0.5, 0.5), (0.5, 0.5), (0.5, 0.5), stopping=endless).ended is None
 
 
 def test_what_fell_and_climbs_again_is_waited_for():
     """Seen on push_cube: real success 39, 30, 11.5, 35, 30, and 96 % four evaluations later."""
-    three = Oversight(patience=3)
+    three = StoppingSettings(patience=3)
     fell = [(0.39, 0.415), (0.3, 0.265), (0.115, 0.125)]
-    assert follow(*fell, (0.12, 0.13), oversight=three).ended is Ended.PATIENCE
-    climbed = follow(*fell, (0.35, 0.36), (0.3, 0.33), oversight=three)
+    assert follow(*fell, (0.12, 0.13), stopping=three).ended is EndReason.PATIENCE
+    climbed = follow(*fell, (0.35, 0.36), (0.3, 0.33), stopping=three)
     assert climbed.ended is None and climbed.stale == 1
     assert climbed.best == follow((0.39, 0.415)).best, "what climbs is not yet the best"
     unsure = [(0.39, 0.4), (0.36, 0.4), (0.38, 0.4)]
-    assert follow(*unsure).ended is Ended.PATIENCE, "two points of 200 episodes are chance"
+    assert follow(*unsure).ended is EndReason.PATIENCE, "two points of 200 episodes are chance"
 
 
 def test_the_leash_is_tightened_where_the_gap_does_not_narrow():
-    assert follow((0.3, 0.3), (0.4, 0.4)).leash == 0
-    assert follow((0.3, 0.3), (0.4, 0.8)).leash == 1
-    assert follow((0.3, 0.3), (0.4, 0.8), (0.5, 0.95)).leash == 2
-    assert follow((0.3, 0.3), (0.4, 0.8), (0.6, 0.9)).leash == 1, "they came nearer by themselves"
-    assert follow((0.3, 0.3), (0.4, 0.8), oversight=Oversight(2, 0.0, 1.0)).leash == 0
+    assert follow((0.3, 0.3), (0.4, 0.4)).bc_weight == 0
+    assert follow((0.3, 0.3), (0.4, 0.8)).bc_weight == 1
+    assert follow((0.3, 0.3), (0.4, 0.8), (0.5, 0.95)).bc_weight == 2
+    assert follow((0.3, 0.3), (0.4, 0.8), (0.6, 0.9)).bc_weight == 1, "they came nearer by themselves"
+    assert follow((0.3, 0.3), (0.4, 0.8), stopping=StoppingSettings(2, 0.0, 1.0)).bc_weight == 0
 
 
 def test_nearness_that_is_switched_off_changes_nothing_until_the_worlds_part():
@@ -153,7 +155,7 @@ def test_a_run_that_was_broken_off_while_it_was_held_ends_in_the_same_place(tmp_
         tune(pairs, folder=broken, crash_at=crash_at)
     again = tune(pairs, folder=broken)[1]
     assert (told.ended, told.best, told.iterations) == (again.ended, again.best, again.iterations)
-    assert told.ended is Ended.PARTED and told.iterations == 4
+    assert told.ended is EndReason.DIVERGED and told.iterations == 4
     for file in ("checkpoint/model.safetensors", "last/model.safetensors", "resume/trainer.json"):
         assert (whole / file).read_bytes() == (broken / file).read_bytes(), file
 
@@ -182,7 +184,11 @@ def test_a_run_that_nobody_watches_elsewhere_ends_when_the_best_policy_has_stood
     with pytest.raises(KeyboardInterrupt):
         run(crash_at=5)
     course_result = run()
-    assert (course_result.ended, course_result.iterations, course_result.best["iteration"]) == (Ended.PATIENCE, 5, 3)
+    assert (course_result.ended, course_result.iterations, course_result.best["iteration"]) == (
+        EndReason.PATIENCE,
+        5,
+        3,
+    )
     assert all(torch.equal(value, asked[3][name]) for name, value in policy.state_dict().items())
     for wrong in ({"patience": -1}, {"patience": 2, "evaluate_every": 0}):
         with pytest.raises(ConfigError, match="counts evaluations"):
@@ -191,7 +197,7 @@ def test_a_run_that_nobody_watches_elsewhere_ends_when_the_best_policy_has_stood
 
 def test_a_watched_run_has_no_patience_with_what_is_not_real():
     for unreal in ({"deterministic_success": 0.0}, {"deterministic_success": 0.0, "deterministic_score": 1.0}):
-        course = Course(Oversight(patience=2))
+        course = StoppingRule(StoppingSettings(patience=2))
         for _ in range(5):
             course.observe(unreal)
         assert course.ended is None

@@ -11,11 +11,11 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.policies import load_policy
 from robopolicy.policies.configuration import PolicyKind
-from robopolicy.rl.offline.decisions import observed_at
+from robopolicy.rl.offline.decisions import observations_at
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.critics import SteeredPolicy
 from robopolicy.training.offline.configuration import DsrlConfig
-from robopolicy.training.offline.frozen import Dsrl, drawn_noise, noise_values
+from robopolicy.training.offline.frozen import Dsrl, noise_values, sample_noise
 from robopolicy.training.offline.improvers import BestOf, BestOfConfig, Wraps
 from robopolicy.training.offline.rounds import improve_in_rounds
 
@@ -39,7 +39,7 @@ def test_noise_is_worth_what_the_critic_finds_in_the_decision_that_it_leads_to(i
     _, policy = wrapped(imitated)
     known = lesson()
     frames = known.data.frame[:20]
-    observation = observed_at(known.episodes, frames, 1, ["observation.state"])
+    observation = observations_at(known.episodes, frames, 1, ["observation.state"])
     noise = torch.randn(20, 2, 1, generator=torch.Generator().manual_seed(2)).clamp(-2, 2)
     values = noise_values(
         policy, known, observation, known.data.transitions.state[:20], policy.interface.to_agent(noise)
@@ -63,8 +63,8 @@ def test_critics_of_noise_are_fitted_to_that(imitated, monkeypatch):
     rows = torch.randint(len(known.data), (16,), generator=draws["observations"])
     data = known.data
     twin.agent.fit_statistics(data.transitions.state)
-    noise = drawn_noise(twin, data.transitions.state[rows], 0.0, draws["noise"])
-    observation = observed_at(known.episodes, data.frame[rows], 1, ["observation.state"])
+    noise = sample_noise(twin, data.transitions.state[rows], 0.0, draws["noise"])
+    observation = observations_at(known.episodes, data.frame[rows], 1, ["observation.state"])
     worth = noise_values(twin, known, observation, data.transitions.state[rows], noise)
     values = twin.agent.critics(data.transitions.state[rows], noise).detach()
     expected = sum(float((value - worth).square().mean()) for value in values)
@@ -75,11 +75,11 @@ def test_critics_of_noise_are_fitted_to_that(imitated, monkeypatch):
 def test_noise_is_normal_in_its_box_and_a_share_is_the_actors_own(imitated):
     _, policy = wrapped(imitated)
     state = torch.zeros(4000, 1)
-    noise = 2.0 * drawn_noise(policy, state, 0.0, torch.Generator().manual_seed(0))
+    noise = 2.0 * sample_noise(policy, state, 0.0, torch.Generator().manual_seed(0))
     assert float(noise.abs().max()) == 2.0 and float(noise.std()) == pytest.approx(0.95, abs=0.03)
     generator = torch.Generator().manual_seed(0)
     policy.agent.act = lambda state, generator=None: torch.full((len(state), 2), 0.123)  # type: ignore[method-assign]
-    mixed = drawn_noise(policy, state, 0.25, generator)
+    mixed = sample_noise(policy, state, 0.25, generator)
     assert float((mixed == 0.123).all(1).float().mean()) == pytest.approx(0.25, abs=0.03)
 
 

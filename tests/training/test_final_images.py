@@ -22,8 +22,8 @@ from robopolicy.training import finetune as finetuning
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
-from robopolicy.training.guidance import ExpertRows, expert_rollouts
-from robopolicy.training.needs import keeps_images
+from robopolicy.training.guidance import ExpertMixer, expert_rollouts
+from robopolicy.training.needs import needs_images
 from robopolicy.training.update import Learner
 from sims.registry import make_world
 
@@ -142,11 +142,11 @@ def test_rollouts_hold_images_only_where_somebody_looks(train_encoder, auxiliari
     config = replace(CONFIG, algorithm=algorithm, auxiliaries=auxiliaries)
     kept, asked = [], finetuning.keeps_images
     monkeypatch.setattr(
-        finetuning, "keeps_images", lambda *given, **told: kept.append(asked(*given, **told)) or kept[-1]
+        finetuning, "needs_images", lambda *given, **told: kept.append(asked(*given, **told)) or kept[-1]
     )
     weights, looked = finetuned(config, train_encoder, monkeypatch)
     assert kept == [seen] and set(looked) == {seen}
-    monkeypatch.setattr(finetuning, "keeps_images", lambda *given, **told: True)
+    monkeypatch.setattr(finetuning, "needs_images", lambda *given, **told: True)
     assert torch.equal(finetuned(config, train_encoder, monkeypatch)[0], weights)
 
 
@@ -172,7 +172,7 @@ def test_who_reads_images_is_known_before_anything_is_played():
     critic = state_critic(world.spec.observation, 1, width=8)
 
     def kept(policy, critic=critic, others=False, **changes):
-        return keeps_images(policy, critic, build_algorithm(replace(CONFIG, **changes)), others=others)
+        return needs_images(policy, critic, build_algorithm(replace(CONFIG, **changes)), others=others)
 
     assert not kept(policy) and not kept(blind) and not kept(policy, None, replay="remix")
     assert kept(policy, others=True)
@@ -211,7 +211,7 @@ def test_episodes_of_experts_bring_their_frames(watched):
     lengths = recorded.lengths[order]
     assert len(rows.images.frames[TOP]) <= int(lengths.sum()) < 2 * int(lengths.sum())
     prepared = played.with_extras(advantage=played.logp_behaviour, episode_steps=played.task).without(following=True)
-    experts = ExpertRows(policy, recorded, policy.instructions, 0.5, torch.Generator().manual_seed(1))
+    experts = ExpertMixer(policy, recorded, policy.instructions, 0.5, torch.Generator().manual_seed(1))
     joined = experts.beside(prepared, CONTEXT)
     assert len(joined.group) == 6
     assert torch.equal(seen_by(joined.take(torch.arange(4))), seen_by(played))

@@ -20,7 +20,7 @@ from robopolicy.policies import DenoisingPolicy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, FlowNoise, PolicyKind
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.preferences import read_pairs
-from robopolicy.training.experience import rescored
+from robopolicy.training.experience import recompute_log_probs
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.update import Learner
@@ -43,12 +43,12 @@ def test_the_reference_is_the_policy_as_its_round_began(
         before.append({name: value.clone() for name, value in self.policy.state_dict().items()})
         reference = ChainPolicy()
         reference.load_state_dict(before[since[len(before) - 1]])
-        expected = torch.where(rollouts.mask, rescored(rollouts, reference, ("", ""))[0], 0.0)
+        expected = torch.where(rollouts.mask, recompute_log_probs(rollouts, reference, ("", ""))[0], 0.0)
         logp_reference = torch.where(rollouts.mask, rollouts.extras["reference_logp"], 0.0)
         torch.testing.assert_close(logp_reference, expected)
         compared.append(float(expected.abs().sum()))
         stats = update(self, rollouts, *arguments, **options)
-        again = torch.where(rollouts.mask, rescored(rollouts, self.base, ("", ""))[0], 0.0)
+        again = torch.where(rollouts.mask, recompute_log_probs(rollouts, self.base, ("", ""))[0], 0.0)
         torch.testing.assert_close(again, expected)  # learning has not moved it
         return stats
 

@@ -19,7 +19,7 @@ from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.critics import BestOfPolicy
 from robopolicy.training.offline.configuration import IdqlConfig
 from robopolicy.training.offline.frozen import Idql
-from robopolicy.training.offline.improvers import Lesson, Wraps
+from robopolicy.training.offline.improvers import OfflineContext, Wraps
 from robopolicy.training.offline.rounds import improve_in_rounds
 
 
@@ -28,11 +28,11 @@ def imitated(request):
     return imitated_policy(request.param)
 
 
-def learned() -> Lesson:
+def learned() -> OfflineContext:
     """A lesson whose critic can be saved."""
     known = lesson()
     view = known.interface
-    return Lesson(Iql(IqlConfig(width=8, depth=1), view.size, view.actions, 0), known.data, view)
+    return OfflineContext(Iql(IqlConfig(width=8, depth=1), view.size, view.actions, 0), known.data, view)
 
 
 class Says:

@@ -11,7 +11,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.spec import STATE
 from robopolicy.core.world import Step
 from robopolicy.training import imagined
-from robopolicy.training.course import Course, Oversight
+from robopolicy.training.course import StoppingRule, StoppingSettings
 from robopolicy.training.imagined import synthesise_and_imitate
 
 ROUNDS, ROLLOUTS = 2, 128
@@ -57,7 +57,7 @@ def test_all_imagined_successes_so_far_are_imitated_and_the_best_round_is_return
 
     result = synthesise_and_imitate(
         policy, world, rounds=ROUNDS, rollouts=ROLLOUTS, steps=60, batch_size=64, learning_rate=3e-3, seed=0,
-        evaluate=evaluate, course=Course(Oversight()),
+        evaluate=evaluate, course=StoppingRule(StoppingSettings()),
     )  # fmt: skip
     assert result.iterations == ROUNDS and [len(part.lengths) for part in played] == [ROLLOUTS] * ROUNDS
     kept = [int(part.success.sum()) for part in played]

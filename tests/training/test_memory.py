@@ -14,7 +14,7 @@ from robopolicy.nn.optimisers import optimiser_bytes
 from robopolicy.nn.precision import training_precision
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.memory import MemoryBudget, held_by, plan_memory, plan_pretraining, what_packing_leaves
+from robopolicy.training.memory import MemoryBudget, packed_image_fraction, plan_memory, plan_pretraining, policy_copies
 
 
 def prepared(**changes):
@@ -29,7 +29,7 @@ def test_what_is_kept_is_counted():
     # A row: an image of 20 x 20 x 3 bytes, a state of 2 floats, and 2 + 1 latents [1, 2] of floats.
     assert budget.kept == (10 + 4) * (1200 + 8 + 4 * 3 * 2)  # with a minibatch's copy
     assert plan_memory(policy, 10, 4, packed=0.25).kept == 10 * (300 + 8 + 4 * 3 * 2) + 4 * (1200 + 8 + 4 * 3 * 2)
-    assert 0 < what_packing_leaves(SeeingWorld(2)) < 0.3 and what_packing_leaves(BanditWorld(2)) == 1
+    assert 0 < packed_image_fraction(SeeingWorld(2)) < 0.3 and packed_image_fraction(BanditWorld(2)) == 1
     assert plan_memory(policy, 10, 4, images=False).kept == (10 + 4) * (8 + 4 * 3 * 2)
     tuned = sum(weight.numel() for weight in policy.trainable_parameters())
     assert budget.learning == 4 * 4 * tuned
@@ -101,7 +101,7 @@ def test_too_little_is_an_error_with_ways_out():
 
 def test_everybody_who_holds_the_weights_is_counted():
     def extra(needs=(), **changes):
-        return held_by(frozenset(needs), FinetuneConfig(**changes))[3:]
+        return policy_copies(frozenset(needs), FinetuneConfig(**changes))[3:]
 
     assert extra() == ()
     assert extra((Need.BASE,), props_parts=2) == ("reference", "acting")

@@ -23,12 +23,12 @@ from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import EpisodePlayer, groups_of
 from robopolicy.rl.experimental.replay import ReMix
-from robopolicy.training.acting import TeacherTurns
+from robopolicy.training.acting import TeacherSchedule
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.experience import decisions_at, rescored, with_executed
+from robopolicy.training.experience import decisions_at, recompute_log_probs, with_executed
 from robopolicy.training.finetune import finetune
-from robopolicy.training.guidance import ExpertRows, Guidance, expert_rollouts
+from robopolicy.training.guidance import ExpertMixer, Guidance, expert_rollouts
 from robopolicy.training.update import Learner, PolicyAverage
 from worldmodels.configuration import PlanConfig
 from worldmodels.planning import PlannedPolicy
@@ -176,7 +176,7 @@ class Pointing:
 
 @pytest.mark.checks("DAgger-LM")
 def test_teacher_and_learner_take_turns_at_random_and_the_teacher_less_and_less():
-    turns = TeacherTurns(Pointing(), first=0.8, until=0.5)
+    turns = TeacherSchedule(Pointing(), first=0.8, until=0.5)
     learner, observation = ChainPolicy(), {STATE: torch.zeros(4000, 1, 2)}
     for done, share in ((0.0, 0.8), (0.125, 0.6), (0.25, 0.4), (0.375, 0.2), (0.5, 0.0), (0.9, 0.0)):
         turns.begin(done)
@@ -195,7 +195,7 @@ def test_teacher_and_learner_take_turns_at_random_and_the_teacher_less_and_less(
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.checks("DAgger-LM")
 def test_what_the_teacher_does_is_played_but_no_choice_of_the_learners(algorithm: str):
-    turns, policy, config = TeacherTurns(Pointing(), 0.5, 0.5), ChainPolicy(), replace(CONFIG, algorithm=algorithm)
+    turns, policy, config = TeacherSchedule(Pointing(), 0.5, 0.5), ChainPolicy(), replace(CONFIG, algorithm=algorithm)
     draws = torch.Generator().manual_seed(0)
     collector = make_collector(BanditWorld(12), policy, build_algorithm(config), config, 0, draws, acting=turns)
     rollouts = collector.collect(0)
@@ -349,7 +349,7 @@ def test_own_episodes_told_back_are_the_rollouts_they_came_from():
     torch.testing.assert_close(told.actions[told.valid], played.actions[told.valid])
     torch.testing.assert_close(told.rewards["reward"], torch.where(played.valid, played.rewards["reward"], 0.0))
     torch.testing.assert_close(told.observation[STATE], played.observation[STATE])
-    scores = rescored(told, policy, world.spec.instructions)[0]
+    scores = recompute_log_probs(told, policy, world.spec.instructions)[0]
     torch.testing.assert_close(scores, torch.where(played.mask, played.logp_behaviour, 0.0), atol=1e-5, rtol=1e-5)
 
 
@@ -361,7 +361,7 @@ def test_experts_join_the_rollouts_with_advantages_by_their_returns_and_ratios_o
     own = EpisodePlayer(world, policy).play(groups_of([1, 2], 3), draws)
     own = own.with_extras(advantage=torch.randn(own.mask.shape, generator=draws), episode_steps=own.mask.sum(-1))
     experts = aiming_episodes()
-    rows = ExpertRows(policy, experts, world.spec.instructions, 0.5, torch.Generator().manual_seed(1))
+    rows = ExpertMixer(policy, experts, world.spec.instructions, 0.5, torch.Generator().manual_seed(1))
     mixed = rows.beside(own.without(following=True), Context(draws, iteration=7))
     assert len(mixed.group) == 9
     torch.testing.assert_close(mixed.extras["advantage"][:6], own.extras["advantage"])
@@ -374,11 +374,11 @@ def test_experts_join_the_rollouts_with_advantages_by_their_returns_and_ratios_o
     assert {tuple(row) for row in mixed.actions[6:].flatten(1).tolist()} <= {
         tuple(row) for row in experts.actions.reshape(4, -1).tolist()
     }
-    scores = rescored(mixed, policy, world.spec.instructions)[0]
+    scores = recompute_log_probs(mixed, policy, world.spec.instructions)[0]
     torch.testing.assert_close(scores[6:], mixed.logp_behaviour[6:].float())
     assert bool((mixed.policy_version[6:] == 7).all())
     with pytest.raises(ConfigError, match="cannot compute log-probabilities"):
-        ExpertRows(ChainPolicy(), experts, world.spec.instructions, 0.5, draws)
+        ExpertMixer(ChainPolicy(), experts, world.spec.instructions, 0.5, draws)
 
 
 def aiming_episodes() -> Episodes:
@@ -412,7 +412,7 @@ def test_a_token_policy_learns_from_experts_rows_and_goes_on_after_a_kill(tmp_pa
     def likelihood(policy: TokenPolicy) -> float:
         instructions = BanditWorld(1).spec.instructions
         told = expert_rollouts(policy, aiming_episodes(), torch.arange(4), instructions, torch.Generator())
-        return float(rescored(told, policy, instructions)[0].mean())
+        return float(recompute_log_probs(told, policy, instructions)[0].mean())
 
     whole = tuned_tokens(config)
     assert likelihood(whole) > likelihood(tuned_tokens(replace(config, expert_episode_fraction=0.0))) + 0.05

@@ -21,7 +21,7 @@ from robopolicy.rl.critic import state_critic
 from robopolicy.rl.registry import Mechanism, Need, Slot, mechanism, mechanisms
 from robopolicy.training.collection import make_collector
 from robopolicy.training.demonstrations import Demonstrations
-from robopolicy.training.experience import rescored
+from robopolicy.training.experience import recompute_log_probs
 from robopolicy.training.finetune import FinetuneConfig, finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.needs import PROVIDERS
@@ -213,8 +213,8 @@ def test_parts_of_props_keep_a_frozen_encoder_as_it_is():
     collector = make_collector(world, policy, build_algorithm(config), config, 0, torch.Generator().manual_seed(0))
     collector.rate = 0.05  # type: ignore[attr-defined]
     rollouts = collector.collect(0)
-    cached, _ = rescored(rollouts, policy, world.spec.instructions)
-    afresh, _ = rescored(rollouts, policy, world.spec.instructions, another=True)
+    cached, _ = recompute_log_probs(rollouts, policy, world.spec.instructions)
+    afresh, _ = recompute_log_probs(rollouts, policy, world.spec.instructions, another=True)
     torch.testing.assert_close(cached[rollouts.mask], rollouts.logp_behaviour[rollouts.mask])
     torch.testing.assert_close(cached[rollouts.mask], afresh[rollouts.mask])
 

@@ -30,8 +30,8 @@ from robopolicy.training.offline.improvers import (
     ChainPpo,
     WeightedImitation,
     chosen_decisions,
-    decided_anew,
     imitation_weights,
+    resample_decisions,
 )
 from robopolicy.training.offline.rounds import improve_in_rounds
 
@@ -100,7 +100,7 @@ def test_decisions_made_anew_are_paid_min_q_minus_v_standardised(imitated):
     policy = copy.deepcopy(imitated)
     policy.prepare_finetuning()
     known = lesson()
-    rollouts = decided_anew(policy, known, 64, Generators(0), version=3)
+    rollouts = resample_decisions(policy, known, 64, Generators(0), version=3)
     assert rollouts.shape == (64, 1) and bool((rollouts.policy_version == 3).all())
     q = -(rollouts.actions[:, 0, :, 0] - BEST).square().mean(1)
     assert torch.allclose(rollouts.extras["q"][:, 0], q, atol=1e-5)

@@ -26,8 +26,8 @@ from robopolicy.rl.offline.td3 import ReBrac
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training import online
 from robopolicy.training.configuration import OnlineConfig
-from robopolicy.training.critics import AgentPolicy, SteeredPolicy, steered
-from robopolicy.training.online import Experience, Explorer, learn_online, plays_agent, plays_noise, plays_policy
+from robopolicy.training.critics import AgentPolicy, SteeredPolicy, steer
+from robopolicy.training.online import Explorer, ReplayBuffer, learn_online, plays_agent, plays_noise, plays_policy
 
 FIELDS, ACTION = {STATE: Field((1,))}, Field((1,), low=-1.0, high=1.0)
 CHUNK = 2
@@ -49,7 +49,7 @@ def denoising(kind=PolicyKind.DIFFUSION, seed=0) -> DenoisingPolicy:
 
 
 def steering(base=None, bound=2.0, **options) -> SteeredPolicy:
-    return steered(base or denoising(), SMALL, FIELDS, ("",), bound=bound, seed=0, kind="rlpd", **options)
+    return steer(base or denoising(), SMALL, FIELDS, ("",), bound=bound, seed=0, kind="rlpd", **options)
 
 
 def always(value):
@@ -132,8 +132,8 @@ def test_the_budget_is_never_exceeded_and_used_up_to_a_chunk(steps):
 @pytest.mark.parametrize(("end", "horizon"), [(0.55, 50), (None, 5)])
 def test_decisions_are_kept_as_they_were_played(end, horizon, monkeypatch):
     """One row by hand: chunks of 2, of which the last is cut by the end of the task or by the time limit."""
-    policy, world, held = acting(), StepsWorld(rows=1, horizon=horizon, end=end, goal=0.0), Experience()
-    monkeypatch.setattr(online, "Experience", lambda: held)
+    policy, world, held = acting(), StepsWorld(rows=1, horizon=horizon, end=end, goal=0.0), ReplayBuffer()
+    monkeypatch.setattr(online, "ReplayBuffer", lambda: held)
     learn_online(policy, world, always(1.0), replace(QUICK, steps=horizon + 1, warmup=1000))
     data = held.transitions
     last = int(data.episode.eq(0).sum()) - 1
@@ -160,14 +160,14 @@ def test_decisions_are_kept_as_they_were_played(end, horizon, monkeypatch):
 
 
 def test_room_for_decisions_grows_and_nothing_is_lost():
-    held = Experience()
+    held = ReplayBuffer()
     for turn in range(40):
         state = torch.full((64, 1), float(turn))
         over = torch.zeros(64, dtype=torch.bool)
         paid = {"reward": state[:, 0], "next_state": state, "terminated": over, "success": over}
         held.add(state, state.expand(-1, 2), {**paid, "episode": torch.arange(64), "decay": state[:, 0]})
     assert len(held) == 2560 and held.transitions.state[::64, 0].tolist() == list(range(40))
-    again = Experience.restored(held.tree(), torch.device("cpu"))
+    again = ReplayBuffer.restored(held.tree(), torch.device("cpu"))
     assert torch.equal(again.transitions.action, held.transitions.action) and len(again) == len(held)
 
 
@@ -192,7 +192,7 @@ def test_the_switch_forgets_moments_and_conservatism_unless_it_is_told_not_to():
         policy.agent.begin(data)
         policy.agent.update(data, torch.Generator().manual_seed(0))
         config = replace(QUICK, moments=moments, conservative=conservative)
-        online.into_the_world(policy.agent, config)
+        online.switch_to_online(policy.agent, config)
         assert bool(policy.agent.optimisers["critics"].state) is (moments == "keep")
         assert (policy.agent.config.alpha > 0) is conservative
         learn_online(policy, StepsWorld(end=0.4), always(1.0), config, recorded=data, begins="recorded")
@@ -321,7 +321,7 @@ def test_a_base_acts_until_it_is_steered():
         assert torch.equal(
             policy.act(first_observation, torch.Generator().manual_seed(1), deterministic=sure).actions, own
         )
-    policy.begin_to_act()
+    policy.enable_agent()
     first, again = (
         policy.act(first_observation, torch.Generator().manual_seed(seed), deterministic=True) for seed in (1, 2)
     )
@@ -435,7 +435,7 @@ def test_it_learns(kind):
         policy = acting(agent)
         frozen = plays_agent(policy.agent)
     else:
-        policy = steered(does_anything(), agent, FIELDS, ("",), bound=3.0, seed=0, kind="rlpd", steers=False)
+        policy = steer(does_anything(), agent, FIELDS, ("",), bound=3.0, seed=0, kind="rlpd", steers=False)
         frozen = plays_noise(policy)
 
     def earned(judged):

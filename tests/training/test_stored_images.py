@@ -18,7 +18,7 @@ from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.preferences import Pairs, Preferences, read_pairs, write_pairs
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.experience import rescored
+from robopolicy.training.experience import recompute_log_probs
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 
@@ -81,7 +81,7 @@ def test_pairs_alone_are_scored_by_the_encoder_of_who_learns(stored, frozen):
     collector = make_collector(world, policy, build_algorithm(CONFIG), CONFIG, 0, torch.Generator(), pairs=kept)
     rollouts = collector.collect(0)
     assert bool(conditions(rollouts.latents)) == frozen  # read once an iteration, as when it acts
-    scores, _ = rescored(rollouts, policy, INSTRUCTIONS)
+    scores, _ = recompute_log_probs(rollouts, policy, INSTRUCTIONS)
     wanted = by_hand(policy, rollouts)
     assert (wanted - rollouts.logp_behaviour)[rollouts.mask].abs().max() > 1e-3  # another encoder sees something else
     torch.testing.assert_close(scores[rollouts.mask], wanted[rollouts.mask], atol=1e-4, rtol=1e-4)
@@ -96,7 +96,7 @@ def test_older_pairs_beside_todays_are_scored_by_the_encoder_of_who_learns(store
 
     def spy(self, rollouts, context):
         scored_rollouts = plain(self, rollouts, context)
-        scores, wanted = rescored(scored_rollouts, policy, INSTRUCTIONS)[0], by_hand(policy, scored_rollouts)
+        scores, wanted = recompute_log_probs(scored_rollouts, policy, INSTRUCTIONS)[0], by_hand(policy, scored_rollouts)
         torch.testing.assert_close(scores[scored_rollouts.mask], wanted[scored_rollouts.mask], atol=1e-4, rtol=1e-4)
         mixed.append((len(scored_rollouts.group) - len(rollouts.group), bool(conditions(scored_rollouts.latents))))
         assert not any(conditions(part.latents) for _, part in self.kept)

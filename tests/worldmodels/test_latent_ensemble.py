@@ -27,7 +27,7 @@ from robopolicy.training.critics import BestOfPolicy, critic_interface
 from robopolicy.training.fit import fit_stages
 from robopolicy.training.offline.configuration import ImaginedPpoConfig
 from robopolicy.training.offline.imagined import ImaginedPpo
-from robopolicy.training.offline.improvers import Imagination, Lesson
+from robopolicy.training.offline.improvers import Imagination, OfflineContext
 from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig, LatentEnsembleConfig
 from worldmodels.encoding import EncodedPolicy, encode
@@ -234,7 +234,7 @@ def test_offline_rounds_tune_what_is_behind_the_encoder(acting, learned):
 
     before, encoder = copy.deepcopy(policy.state_dict()), copy.deepcopy(learned.state_dict())
     imagination = Imagination(world, tuning, critic, partial(as_seen_in, world))
-    lesson = Lesson(None, None, None, imagination)  # type: ignore[arg-type]
+    lesson = OfflineContext(None, None, None, imagination)  # type: ignore[arg-type]
     figures = improver.improve(policy, lesson, Generators(0), 1.0, "round 1")
     changed = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
     assert figures["imagined_steps"] > 0 and changed and all(name.startswith("policy.") for name in changed)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -86,7 +87,7 @@ def standardise(advantages: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 @mechanism(Slot.ADVANTAGE, "gae", source="Schulman et al. 2016, arXiv:1506.02438; as in DPPO", needs=(Need.CRITIC,))
-def estimate(rollouts: Rollouts, context: Context, *, whiten: bool = True) -> Tensor:
+def gae_over_chunks(rollouts: Rollouts, context: Context, *, whiten: bool = True) -> Tensor:
     """Generalised advantage estimation over action chunks, with a critic, standardised over the batch.
 
     extras: `advantage_gae` [B, T], which the trainer computes together with the critic's targets.
@@ -128,3 +129,6 @@ def finished_returns(rollouts: Rollouts, rewards: Tensor, discount: Tensor) -> t
         returns.append(following)
         finished.append(known_mask)
     return torch.stack(returns[::-1], 1), torch.stack(finished[::-1], 1)
+
+
+keep_former_names(__name__, {"estimate": "gae_over_chunks"})

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import integers
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.rl.advantages.group import broadcast, outcomes
@@ -165,10 +166,10 @@ def branch_grpo(
     beta: 0 for the mean of the leaves, else the exponent of the probabilities that weight them (`fused_values`; the
     paper uses 1). Depths with a single node or equal values give 0. The standard deviation is the population's; the
     authors' code uses the sample's, which differs by one factor per depth. Without a tree it equals GRPO at every step.
-    width, share, depth, slide: pruning of leaves and steps from the gradient (`kept_leaves`, `kept_steps`); pruned ones
-    are still played and count in the values. Returns A [B, T], or [B, T, K] if episodes branch inside policy calls;
-    with pruning also the kept steps, [B, T, K] bool. Raises ConfigError for an unknown width or a depth that is too
-    large.
+    width, share, depth, slide: pruning of leaves and steps from the gradient (`unpruned_leaf_steps`,
+    `unpruned_chain_steps`); pruned ones are still played and count in the values. Returns A [B, T], or [B, T, K] if
+    episodes branch inside policy calls; with pruning also the kept steps, [B, T, K] bool. Raises ConfigError for an
+    unknown width or a depth that is too large.
     """
     values, nodes = subtree_values(rollouts)
     if beta:
@@ -187,10 +188,12 @@ def branch_grpo(
     advantage = as_steps(normalised.reshape(values.shape), rollouts)
     if width == "all" and not depth:
         return advantage
-    return advantage, kept_leaves(rollouts, width, share) & kept_steps(rollouts, depth, context.iteration // slide)
+    return advantage, unpruned_leaf_steps(rollouts, width, share) & unpruned_chain_steps(
+        rollouts, depth, context.iteration // slide
+    )
 
 
-def kept_leaves(rollouts: Rollouts, width: str, share: float = 0.5) -> Tensor:
+def unpruned_leaf_steps(rollouts: Rollouts, width: str, share: float = 0.5) -> Tensor:
     """Return the steps that keep a gradient when leaves are pruned after their last split, [B, T, K] bool.
 
     width: all keeps all leaves; branch keeps the best of those that diverge last; extremes keeps the best and the worst
@@ -229,7 +232,7 @@ def kept_leaves(rollouts: Rollouts, width: str, share: float = 0.5) -> Tensor:
     )
 
 
-def kept_steps(rollouts: Rollouts, depth: int, shift: int) -> Tensor:
+def unpruned_chain_steps(rollouts: Rollouts, depth: int, shift: int) -> Tensor:
     """Return the steps that keep a gradient when `depth` steps of every denoising chain are pruned, [B, T, K] bool.
 
     The window of pruned steps lies at the end of the chain and is moved `shift` steps towards its start, at most to the
@@ -250,3 +253,6 @@ def kept_steps(rollouts: Rollouts, depth: int, shift: int) -> Tensor:
 def per_decision(per_row: Tensor, rollouts: Rollouts) -> Tensor:
     """Repeat a row's entry for each of its chunks: [B] -> [B * T]."""
     return per_row[:, None].expand(rollouts.shape).flatten()
+
+
+keep_former_names(__name__, {"kept_leaves": "unpruned_leaf_steps", "kept_steps": "unpruned_chain_steps"})

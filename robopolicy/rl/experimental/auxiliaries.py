@@ -15,7 +15,7 @@ from robopolicy.core.arrays import integers
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import FinishesChain, ScoredPolicy
 from robopolicy.nn.pieces import loss_of, scores_of
-from robopolicy.rl.context import AuxiliaryInputs, for_another_policy, given, score_extra
+from robopolicy.rl.context import AuxiliaryInputs, latents_for_other_policy, require_input, score_extra
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 from robopolicy.rl.weights import step_mean
 
@@ -27,7 +27,9 @@ def dagger(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
     Its chunks [n, C, A] become the targets of the student's own regression loss, [n, P, A]: shortened to P steps, or
     padded with masked steps. Returns a scalar. Raises ConfigError without a teacher.
     """
-    decision = given(inputs.teacher, "teacher").act(inputs.observation, inputs.context.generator, deterministic=True)
+    decision = require_input(inputs.teacher, "teacher").act(
+        inputs.observation, inputs.context.generator, deterministic=True
+    )
     actions, length = decision.actions, inputs.policy.spec.prediction
     if actions.shape[1] < length:
         padding = actions[:, -1:].expand(-1, length - actions.shape[1], -1)
@@ -61,10 +63,10 @@ def distill(
     Distributions are compared by extras of the scores: log_probabilities [n, k, V], or mean [n, k, P, A] and std.
     Returns a scalar. Raises ConfigError without a teacher, or if the two share neither extra.
     """
-    policy = given(inputs.teacher, "teacher")
+    policy = require_input(inputs.teacher, "teacher")
     assert isinstance(policy, ScoredPolicy)  # which Need.SAME_STEPS asks for
     with torch.no_grad():
-        teacher_extras = scores_of(policy, inputs.observation, for_another_policy(inputs.latents)).extras
+        teacher_extras = scores_of(policy, inputs.observation, latents_for_other_policy(inputs.latents)).extras
     student_extras = inputs.scores.extras
     if "log_probabilities" in student_extras and "log_probabilities" in teacher_extras:
         student, teacher = student_extras["log_probabilities"], teacher_extras["log_probabilities"]
@@ -119,7 +121,7 @@ def stay_near_velocity(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tenso
     A]. Returns a scalar. Raises ConfigError without a base policy, or if scores have no means.
     """
     with torch.no_grad():
-        base = score_extra(scores_of(given(inputs.base, "base"), inputs.observation, inputs.latents), "mean")
+        base = score_extra(scores_of(require_input(inputs.base, "base"), inputs.observation, inputs.latents), "mean")
     mean, std = score_extra(inputs.scores, "mean"), score_extra(inputs.scores, "std")
     distance = (mean - base).square() / std.detach().square().clamp(min=1e-4)
     return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, distance.mean((-2, -1)), 0.0)).sum()
@@ -149,7 +151,7 @@ def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: 
     Returns a scalar. Raises ConfigError for an unknown estimator, and without a base policy.
     """
     with torch.no_grad():
-        base = scores_of(given(inputs.base, "base"), inputs.observation, inputs.latents).logp
+        base = scores_of(require_input(inputs.base, "base"), inputs.observation, inputs.latents).logp
     x = (inputs.scores.logp - base).clamp(-10, 10)
     # k3: under pi the mean of exp(-x) = pi_base / pi is 1, so that of exp(-x) - 1 + x is KL(pi || pi_base).
     forms = {"k1": x, "k2": 0.5 * x.square(), "k3": torch.expm1(-x) + x}
@@ -168,9 +170,9 @@ def stay_between(inputs: AuxiliaryInputs, *, weight: float = 0.01, base: float =
     Returns a scalar. Raises ConfigError without a base policy.
     """
     with torch.no_grad():
-        first = scores_of(given(inputs.base, "base"), inputs.observation, inputs.latents).logp
+        first = scores_of(require_input(inputs.base, "base"), inputs.observation, inputs.latents).logp
     logp = inputs.scores.logp
-    log_ratios = [(logp - other).clamp(-10, 10) for other in (first, given(inputs.proximal, "proximal"))]
+    log_ratios = [(logp - other).clamp(-10, 10) for other in (first, require_input(inputs.proximal, "proximal"))]
     penalty = sum(part * (torch.expm1(-x) + x) for part, x in zip((base, 1 - base), log_ratios, strict=True))
     return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, penalty, 0.0)).sum()
 
@@ -261,7 +263,7 @@ def step_preferences(
     mean, spread = score_extra(normal, "mean")[:, 0], score_extra(normal, "std").detach()
     std = spread.expand(len(rows), *spread.shape[-3:])[:, 0].expand_as(mean)
     with torch.no_grad():
-        reference = score_extra(scores_of(given(inputs.base, "base"), observation, one_step), "mean")[:, 0]
+        reference = score_extra(scores_of(require_input(inputs.base, "base"), observation, one_step), "mean")[:, 0]
     noise = torch.randn((children, *mean.shape), generator=draws, device=draws.device)
     # Children are samples; gradients run through their log-densities alone.
     latents = mean.detach() + std * noise

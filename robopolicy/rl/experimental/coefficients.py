@@ -7,6 +7,7 @@ with autograd in the tests. Preference losses have requirements on minibatches: 
 import torch
 from torch import Tensor
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.segments import Segments, quantile
 from robopolicy.rl.coefficients import pair_mean, ppo
 from robopolicy.rl.context import Coefficients, Scored
@@ -31,7 +32,7 @@ def episode_log_ratio(scored: Scored) -> Tensor:
     return scored.step_log_ratio.sum((1, 2))
 
 
-def masked_share(chosen: Tensor, mask: Tensor) -> Tensor:
+def masked_fraction(chosen: Tensor, mask: Tensor) -> Tensor:
     """Return the fraction of the masked entries that is chosen, a scalar; both [b, t, K] bool."""
     return (chosen & mask).sum() / mask.sum().clamp(min=1)
 
@@ -71,7 +72,9 @@ def rec(
         raise unknown_option("rec.region", region, masks)
     weight = ratio if importance else torch.ones_like(ratio)
     trusted_mask = masks[region] & ~scored.clamped
-    return torch.where(trusted_mask, weight * scored.advantage, 0.0), {"kept": masked_share(trusted_mask, scored.mask)}
+    return torch.where(trusted_mask, weight * scored.advantage, 0.0), {
+        "kept": masked_fraction(trusted_mask, scored.mask)
+    }
 
 
 @mechanism(Slot.COEFFICIENT, "opmd", source="OPMD, as in REC, arXiv:2509.24203; Kimi k1.5, arXiv:2501.12599")
@@ -326,3 +329,6 @@ def on_policy_distillation(scored: Scored, *, reward: float = 0.0, cap: float = 
     if reward:
         c = c + reward * ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
     return torch.where(scored.mask, c, 0.0), {"teacher_gap": -gap[scored.mask].mean()}
+
+
+keep_former_names(__name__, {"masked_share": "masked_fraction"})

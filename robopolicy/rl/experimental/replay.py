@@ -9,7 +9,7 @@ from torch import Tensor
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Slot, mechanism
-from robopolicy.rl.replay import Buffer, joined, with_advantage
+from robopolicy.rl.replay import Buffer, append_rollouts, with_advantage
 
 
 @mechanism(Slot.REPLAY, "remix", source="ReMix, arXiv:2507.06892", needs=())
@@ -47,7 +47,7 @@ class ReMix(Buffer):
         for part in past:
             order = torch.randperm(len(part.group), generator=context.generator, device=context.generator.device)
             older.append(part.take(order[:count].sort().values))
-        return joined(rollouts, older)
+        return append_rollouts(rollouts, older)
 
 
 @mechanism(Slot.REPLAY, "aggregate", source="DAgger, arXiv:1011.0686; DAgger for agents, arXiv:2605.12913", needs=())
@@ -81,7 +81,7 @@ class Aggregate(Buffer):
                 indices[indices >= len(part.group)] - len(part.group),
             )
             older.append(with_advantage(part.take(part_rows), torch.zeros(len(part_rows), device=part_rows.device)))
-        return joined(rollouts, older)
+        return append_rollouts(rollouts, older)
 
     def _bound(self) -> None:
         """Keep the `capacity` rows with the largest keys."""

@@ -15,7 +15,7 @@ from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.spec import TASK
 from robopolicy.nn.blocks import follow
 from robopolicy.rl.advantages.gae import chunk_rewards, gae, next_values
-from robopolicy.rl.context import Context, Tools, given
+from robopolicy.rl.context import Context, Tools, require_input
 from robopolicy.rl.critic import ReturnScale, StateFeatures
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 from robopolicy.rl.side_models import (
@@ -51,7 +51,7 @@ class Discriminator(SidePerceptron):
         self.network.fit(rollouts)
         alive = rollouts.alive
         features, observation = critic_observation(rollouts, alive), self.tools.observe(rollouts, alive)
-        chunk, teacher = rollouts.actions.shape[2], given(self.tools.teacher, "teacher")
+        chunk, teacher = rollouts.actions.shape[2], require_input(self.tools.teacher, "teacher")
         teacher_actions = teacher.act(observation, context.generator, deterministic=True).actions[:, :chunk].flatten(1)
         policy_actions = rollouts.actions[alive].flatten(1)
         for index in minibatches(len(policy_actions), self.minibatch, self.epochs, context):

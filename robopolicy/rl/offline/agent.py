@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.candidates import ScoreCandidates
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.randomness import normal
 from robopolicy.core.transitions import Transitions
@@ -87,12 +88,12 @@ class Actor(nn.Module):
 
     def sample(self, state: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return actions [B, A] with gradients (reparameterised), and their log densities [B]."""
-        return squashed(*self.parameters_of(state), generator)
+        return squashed_sample(*self.parameters_of(state), generator)
 
     def sample_several(self, state: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return `count` actions in each state [B, S], [count, B, A], and their log densities [count, B]."""
         mean, spread = (value.expand(count, -1, -1) for value in self.parameters_of(state))
-        return squashed(mean, spread, generator)
+        return squashed_sample(mean, spread, generator)
 
     def log_prob(self, state: Tensor, action: Tensor) -> Tensor:
         """Return the log density [B] of actions [B, A], which are clamped away from the edges of the box."""
@@ -107,7 +108,7 @@ class Actor(nn.Module):
         return self.parameters_of(state)[0].tanh()
 
 
-def squashed(mean: Tensor, spread: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def squashed_sample(mean: Tensor, spread: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return actions tanh(mean + exp(spread) noise) [..., A] and their log densities [...]; `spread` is log std."""
     noise = normal(mean.shape, generator, mean.device)
     raw = mean + spread.exp() * noise
@@ -185,7 +186,7 @@ class OfflineAgent(torch.nn.Module, ABC):
             restore_optimiser(optimiser, tree["optimisers"][name])
 
 
-def smallest_value(critic: OfflineAgent, interface: Interface) -> ScoreCandidates:
+def minimum_value_of(critic: OfflineAgent, interface: Interface) -> ScoreCandidates:
     """Build a scoring function for candidate chunks [N, C, A] in the world's units: the minimum over the critics of
     `critic`, [N].
     """
@@ -194,3 +195,6 @@ def smallest_value(critic: OfflineAgent, interface: Interface) -> ScoreCandidate
         return critic.action_values(interface.state(several), interface.to_agent(actions)).amin(0)
 
     return score
+
+
+keep_former_names(__name__, {"smallest_value": "minimum_value_of", "squashed": "squashed_sample"})

@@ -18,6 +18,7 @@ from torch import Tensor
 from robopolicy.core.arrays import integers
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError, SpecError, did_you_mean
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.interventions import before_intervention, last_step_of_turn
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.returns import returns_to_go
@@ -48,7 +49,7 @@ class Decisions:
         return len(self.step)
 
 
-def observed_at(episodes: Episodes, frames: Tensor, history: int, keys: Sequence[str]) -> TensorObservation:
+def observations_at(episodes: Episodes, frames: Tensor, history: int, keys: Sequence[str]) -> TensorObservation:
     """Return the observations that end with recorded `frames` [n]: key -> [n, H, ...], and `task` texts.
 
     Before an episode's first frame that frame is repeated. Raises SpecError if the episodes lack a key.
@@ -71,7 +72,7 @@ def frame_states(episodes: Episodes, interface: Interface) -> Tensor:
     count = episodes.step_count + len(episodes)
     parts = torch.split(torch.arange(count, device=episodes.device), ROWS)
     return torch.cat(
-        [interface.state(observed_at(episodes, part, interface.history, interface.keys)) for part in parts]
+        [interface.state(observations_at(episodes, part, interface.history, interface.keys)) for part in parts]
     )
 
 
@@ -92,7 +93,7 @@ def actions_at(
     spec = policy.spec
     chunks: list[Tensor] = []
     for part in torch.split(frames, max(1, ROWS // samples)):
-        observation = observed_at(episodes, part.repeat_interleave(samples), spec.history, list(spec.observation))
+        observation = observations_at(episodes, part.repeat_interleave(samples), spec.history, list(spec.observation))
         actions = policy.act(observation, generator, deterministic=deterministic).actions
         chunks.append(actions.reshape(len(part), samples, *actions.shape[1:]))
     return torch.cat(chunks)
@@ -179,3 +180,6 @@ def edge_of_reach(batch: Transitions, resolution: float = 0.25) -> Tensor:
     is_start = torch.zeros(len(cells), dtype=torch.bool, device=inverse.device)
     is_start[inverse[: len(start_cells)]] = True
     return ~is_start[inverse[len(start_cells) :]] & ~batch.terminated
+
+
+keep_former_names(__name__, {"observed_at": "observations_at"})

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import DataError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.blocks import Members, follow
 from robopolicy.rl.offline.agent import Critics, OfflineAgent, Standardiser
@@ -137,7 +138,7 @@ class Td3(OfflineAgent):
         self.updates = tree["updates"]
 
 
-def climb_and_stay(value: Tensor, action: Tensor, anchor: Tensor, alpha: float) -> Tensor:
+def ascend_near_anchor(value: Tensor, action: Tensor, anchor: Tensor, alpha: float) -> Tensor:
     """Return -alpha mean(Q) / mean|Q| + mean((action - anchor)^2), []: increase Q while staying close to the anchor.
 
     value: Q [B] of `action` [B, A]; anchor: [B, A]. mean|Q| has no gradient, so that alpha is independent of the scale
@@ -154,7 +155,7 @@ class Td3Bc(Td3):
 
     def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
         """Return -alpha Q1 / mean|Q1| + (pi - a)^2, [], for the actor's actions, [B, A]; means over all."""
-        return climb_and_stay(self.critics(batch.state, action)[0], action, batch.action, self.config.alpha)
+        return ascend_near_anchor(self.critics(batch.state, action)[0], action, batch.action, self.config.alpha)
 
 
 class ReBrac(Td3):
@@ -176,7 +177,11 @@ class ReBrac(Td3):
         """Implement `OfflineAgent.begin`; raises DataError if no transition has a known next action, [N, A]."""
         super().begin(data)
         goes_on = ~data.terminated
-        if self.config.beta_critic and bool(goes_on.any()) and not bool((goes_on & followed(data)[1]).any()):
+        if (
+            self.config.beta_critic
+            and bool(goes_on.any())
+            and not bool((goes_on & next_recorded_action(data)[1]).any())
+        ):
             raise DataError(
                 "ReBRAC needs the next action, which no transition of this data has; with beta_critic=0 it is "
                 "not needed."
@@ -187,7 +192,7 @@ class ReBrac(Td3):
         value = super().following(batch, action)
         if not self.config.beta_critic:
             return value
-        next_data_action, next_known = followed(batch)
+        next_data_action, next_known = next_recorded_action(batch)
         distance = (action - next_data_action).square().sum(-1)
         return value - self.config.beta_critic * torch.where(next_known, distance, 0.0)
 
@@ -199,7 +204,7 @@ class ReBrac(Td3):
         return (self.config.beta_actor * (action - batch.action).square().sum(-1) - scale * value).mean()
 
 
-def followed(batch: Transitions) -> tuple[Tensor, Tensor]:
+def next_recorded_action(batch: Transitions) -> tuple[Tensor, Tensor]:
     """Return the next recorded action [N, A], and where it is known [N] bool; raises DataError if it is not
     recorded.
     """
@@ -272,9 +277,12 @@ class Prdc(Td3):
     def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
         """Return -alpha Q1 / mean|Q1| + (pi - a_near)^2, [], for the actor's actions, [B, A]; means over all."""
         nearest_action = self.nearest(batch.state, action)
-        return climb_and_stay(self.critics(batch.state, action)[0], action, nearest_action, self.config.alpha)
+        return ascend_near_anchor(self.critics(batch.state, action)[0], action, nearest_action, self.config.alpha)
 
     @torch.no_grad()
     def _keys(self, state: Tensor, action: Tensor) -> Array:
         keys = torch.cat([self.config.beta * self.actor.state(state), action], -1)
         return cast(Array, keys.cpu().numpy())  # pyright: ignore[reportUnknownMemberType]
+
+
+keep_former_names(__name__, {"climb_and_stay": "ascend_near_anchor", "followed": "next_recorded_action"})

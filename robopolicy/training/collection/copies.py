@@ -322,7 +322,7 @@ class PropsCollector(CopyCollector):
 
     def _as_own(self, rollouts: Rollouts) -> Rollouts:
         """Recompute the actor's log-probabilities under the policy, so that the data counts as the policy's own."""
-        logp, _ = rescored(rollouts, self.policy, self.instructions)
+        logp, _ = recompute_log_probs(rollouts, self.policy, self.instructions)
         return replace(rollouts, logp_behaviour=torch.where(rollouts.mask, logp, 0.0))
 
 

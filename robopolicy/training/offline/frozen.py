@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Policy, TensorObservation, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.nn.optimisers import require_finite, set_learning_rate
 from robopolicy.rl.offline.configuration import RlpdConfig
-from robopolicy.rl.offline.decisions import frame_states, observed_at
+from robopolicy.rl.offline.decisions import frame_states, observations_at
 from robopolicy.rl.offline.sac import Sac
-from robopolicy.training.critics import BestOfPolicy, SteeredPolicy, steered
+from robopolicy.training.critics import BestOfPolicy, SteeredPolicy, steer
 from robopolicy.training.offline.configuration import DsrlConfig, IdqlConfig
-from robopolicy.training.offline.improvers import Lesson, chosen_decisions
+from robopolicy.training.offline.improvers import OfflineContext, chosen_decisions
 
 
 class Dsrl:
@@ -36,7 +37,7 @@ class Dsrl:
     def __init__(self, config: DsrlConfig):
         self.config = config
 
-    def wrap(self, policy: Policy, lesson: Lesson, seed: int) -> Trainable:
+    def wrap(self, policy: Policy, lesson: OfflineContext, seed: int) -> Trainable:
         """Return the policy as the base of a steered policy whose steering is still off; see `Wraps`."""
         config, spec = self.config, policy.spec
         settings = RlpdConfig(
@@ -47,7 +48,7 @@ class Dsrl:
             learning_rate=config.learning_rate,
             temperature=0.1,
         )
-        steered_policy = steered(
+        steered_policy = steer(
             policy,
             settings,
             spec.observation,
@@ -65,7 +66,7 @@ class Dsrl:
             raise ConfigError(f"dsrl changes a SteeredPolicy, not a {type(policy).__name__}: wrap() creates one.")
 
     def improve(
-        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+        self, policy: Trainable, lesson: OfflineContext, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Distil the critic of actions into one of noise and let the actor maximise it; see `Improver`."""
         steering = cast(SteeredPolicy, policy)
@@ -86,9 +87,9 @@ class Dsrl:
         for _ in range(config.steps):
             rows = torch.randint(len(data), (config.batch_size,), generator=draws, device=draws.device)
             rows = rows.to(states.device)
-            observation = observed_at(lesson.episodes, data.frame[rows], steering.spec.history, keys)
+            observation = observations_at(lesson.episodes, data.frame[rows], steering.spec.history, keys)
             state = states[data.frame[rows]]
-            noise = drawn_noise(steering, state, config.actor_noise_fraction, generators["noise"])
+            noise = sample_noise(steering, state, config.actor_noise_fraction, generators["noise"])
             worth = noise_values(steering, lesson, observation, data.transitions.state[rows], noise)
             # No backup and no target network: Q^W(s, w) = Q(s, pi(s, w)) is known for any w.
             loss = (agent.critics(state, noise) - worth).square().mean(1).sum()
@@ -96,19 +97,19 @@ class Dsrl:
             agent.step("critics", loss)
             agent.climb(state, generators["climb"])
             losses.append(loss.detach())
-        steering.begin_to_act()
+        steering.enable_agent()
         gain = float(self._gain(steering, lesson, states, keys, generators))
         return {"loss": float(torch.stack(losses).mean()), "gain": gain}
 
     def _gain(
-        self, policy: SteeredPolicy, lesson: Lesson, states: Tensor, keys: list[str], generators: Generators
+        self, policy: SteeredPolicy, lesson: OfflineContext, states: Tensor, keys: list[str], generators: Generators
     ) -> Tensor:
         """Return the mean gain [] in the critic's value of the actor's noise over normal noise."""
         data, count = lesson.data, min(1024, len(lesson.data))
         rows = torch.linspace(0, len(data) - 1, count, device=states.device).long()
-        observation = observed_at(lesson.episodes, data.frame[rows], policy.spec.history, keys)
+        observation = observations_at(lesson.episodes, data.frame[rows], policy.spec.history, keys)
         state = states[data.frame[rows]]
-        normal = drawn_noise(policy, state, 0.0, generators["gain"])
+        normal = sample_noise(policy, state, 0.0, generators["gain"])
         own_values, normal_values = (
             noise_values(policy, lesson, observation, data.transitions.state[rows], noise)
             for noise in (policy.agent.act(state), normal)
@@ -118,7 +119,7 @@ class Dsrl:
 
 @torch.no_grad()
 def noise_values(
-    policy: SteeredPolicy, lesson: Lesson, seen: TensorObservation, state: Tensor, noise: Tensor
+    policy: SteeredPolicy, lesson: OfflineContext, seen: TensorObservation, state: Tensor, noise: Tensor
 ) -> Tensor:
     """Return Q^W(s, w) = min Q(s, pi(s, w)) [n] of flat noise [n, W] in [-1, 1].
 
@@ -128,7 +129,7 @@ def noise_values(
     return lesson.critic.action_values(state, action).amin(0)
 
 
-def drawn_noise(policy: SteeredPolicy, state: Tensor, own: float, generator: torch.Generator) -> Tensor:
+def sample_noise(policy: SteeredPolicy, state: Tensor, own: float, generator: torch.Generator) -> Tensor:
     """Sample flat noise [n, W] for states [n, S]: standard normal scaled to the bounds, with fraction `own` from the
     actor.
     """
@@ -152,7 +153,7 @@ class Idql:
     def __init__(self, config: IdqlConfig):
         self.config = config
 
-    def wrap(self, policy: Policy, lesson: Lesson, seed: int) -> Trainable:
+    def wrap(self, policy: Policy, lesson: OfflineContext, seed: int) -> Trainable:
         """Return the policy as the base of one that will select among chunks by the prefitted critic; see `Wraps`."""
         best_of_policy = BestOfPolicy(policy, lesson.critic, lesson.interface, 1)
         return cast(Trainable, best_of_policy)  # the rounds copy, save and restore it, and nothing of it learns
@@ -163,7 +164,7 @@ class Idql:
             raise ConfigError(f"idql changes a BestOfPolicy, not a {type(policy).__name__}: wrap() creates one.")
 
     def improve(
-        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+        self, policy: Trainable, lesson: OfflineContext, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Increase the number of sampled chunks; see `Improver`. step: fraction of the configured increment."""
         choosing, data = cast(BestOfPolicy, policy), lesson.data
@@ -173,3 +174,6 @@ class Idql:
         frames = data.frame[:: max(1, len(data) // LOOKED_AT)][:LOOKED_AT]
         _, gain = chosen_decisions(choosing.base, lesson, frames, int(choosing.count), generators)
         return {"candidates": float(choosing.count), "gain": gain}
+
+
+keep_former_names(__name__, {"drawn_noise": "sample_noise"})

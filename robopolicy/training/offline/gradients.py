@@ -27,14 +27,15 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import DecidesFromNoise, TensorObservation, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.nn.schedules import FlowSchedule, NoiseSchedule
 from robopolicy.policies.denoising import DenoisingPolicy, require_denoising
 from robopolicy.policies.network import Steps, steps_of
-from robopolicy.rl.offline.decisions import observed_at
+from robopolicy.rl.offline.decisions import observations_at
 from robopolicy.training.offline.configuration import AdjointMatchingConfig, DiffusionQlConfig
-from robopolicy.training.offline.improvers import Lesson, descend, imitate
+from robopolicy.training.offline.improvers import OfflineContext, imitate, train_policy
 
 Slope = Callable[[Tensor], Tensor]
 """Clean latents [N, P, A] -> gradient of their value, [N, P, A]."""
@@ -52,7 +53,7 @@ class AdjointMatching:
         self.base = copy.deepcopy(require_flow(policy)).requires_grad_(False)
 
     def improve(
-        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+        self, policy: Trainable, lesson: OfflineContext, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Regress on the lean adjoints of sampled chains; see `Improver`."""
         flow = require_flow(policy)
@@ -63,7 +64,7 @@ class AdjointMatching:
         keys, pulls = list(policy.spec.observation), list[Tensor]()
 
         def loss(rows: Tensor) -> Tensor:
-            observation = observed_at(lesson.episodes, data.frame[rows], policy.spec.history, keys)
+            observation = observations_at(lesson.episodes, data.frame[rows], policy.spec.history, keys)
             state = data.transitions.state[rows]
             slope = lambda clean: value_slope(lesson, base, state, clean, config.pessimism)  # noqa: E731
             matching, pull = matching_loss(
@@ -72,7 +73,7 @@ class AdjointMatching:
             pulls.append(pull)
             return matching
 
-        mean = descend(policy, loss, len(data), config, step, generators, where)
+        mean = train_policy(policy, loss, len(data), config, step, generators, where)
         return {"loss": mean, "pull": float(torch.stack(pulls).mean())}
 
 
@@ -96,7 +97,9 @@ def require_flow(policy: Trainable) -> DenoisingPolicy:
     return flow
 
 
-def value_slope(lesson: Lesson, policy: DenoisingPolicy, state: Tensor, clean: Tensor, pessimism: float) -> Tensor:
+def value_slope(
+    lesson: OfflineContext, policy: DenoisingPolicy, state: Tensor, clean: Tensor, pessimism: float
+) -> Tensor:
     """Return the gradient [N, P, A] of mean Q - pessimism * std (over critics) with respect to clean latents [N, P, A].
 
     state: [N, S], the critic's input; steps after the executed ones have zero gradient.
@@ -129,7 +132,7 @@ def matching_loss(
         chain = draw_chain(sampler, moving, noise)
         # Lean: pulled back through the base, so it is free of the learner's own Jacobian and needs no gradient here.
         adjoint = lean_adjoints(sampler, base_steps, chain, -strength * slope(chain[:, -1]))
-        gain = gains(times)[:, None, None]
+        gain = adjoint_gains(times)[:, None, None]
         pull, reference = gain * adjoint, base_steps.several(chain[:, :-1], None)
     velocity = moving.several(chain[:, :-1], None)
     # With v = -u and sigma^2 = 2 g: || 2 (v - v_base) / sigma + sigma a ||^2 = (2 / g) || u - u_base - g a ||^2.
@@ -170,7 +173,7 @@ def lean_adjoints(sampler: NoiseSchedule, base: Steps, chain: Tensor, end: Tenso
     """Return the adjoints [N, K, P, A] at the input latents of each step of chains [N, K+1, P, A].
 
     end: the adjoint [N, P, A] at the clean latents. The first step forgets its noise, so its adjoint would be zero and
-    its gain infinite. It uses the adjoint of the second step instead; `gains` contains the finite product.
+    its gain infinite. It uses the adjoint of the second step instead; `adjoint_gains` contains the finite product.
     """
     adjoint, adjoints = end, list[Tensor]()
     for index in reversed(range(1, sampler.steps)):
@@ -183,7 +186,7 @@ def lean_adjoints(sampler: NoiseSchedule, base: Steps, chain: Tensor, end: Tenso
     return torch.stack([adjoints[-1], *reversed(adjoints)], 1)
 
 
-def gains(times: Tensor) -> Tensor:
+def adjoint_gains(times: Tensor) -> Tensor:
     """Return the gain [K] from adjoints to velocities at times [K], which start at 1: t / (1 - t).
 
     At t = 1 the gain is posterior variance over velocity-to-mean slope, s^2 / ((1 - s) t), applied to the adjoint at
@@ -210,7 +213,7 @@ class DiffusionQl:
             )
 
     def improve(
-        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+        self, policy: Trainable, lesson: OfflineContext, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Imitate recorded chunks and maximise the critic; see `Improver`."""
         assert isinstance(policy, DecidesFromNoise)
@@ -240,3 +243,6 @@ class DiffusionQl:
 def scaled_ascent(q: Tensor, eta: float) -> Tensor:
     """Return -eta mean(Q) / mean|Q| [] of values Q [N]; mean|Q| is detached, so eta is independent of Q's scale."""
     return -eta * q.mean() / q.detach().abs().mean().clamp_min(1e-6)
+
+
+keep_former_names(__name__, {"gains": "adjoint_gains"})

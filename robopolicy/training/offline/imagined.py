@@ -7,10 +7,10 @@ import torch
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Trainable, require_trainable
 from robopolicy.core.randomness import Generators, derive_seed
-from robopolicy.training.configuration import held_near_base
+from robopolicy.training.configuration import with_bc_toward_base
 from robopolicy.training.finetune import finetune
 from robopolicy.training.offline.configuration import ImaginedPpoConfig
-from robopolicy.training.offline.improvers import Lesson
+from robopolicy.training.offline.improvers import OfflineContext
 
 
 class ImaginedPpo:
@@ -28,7 +28,7 @@ class ImaginedPpo:
         policy.prepare_finetuning(None)
 
     def improve(
-        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+        self, policy: Trainable, lesson: OfflineContext, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Fine-tune in imagination; see `Improver`."""
         imagination = lesson.imagination
@@ -46,7 +46,7 @@ class ImaginedPpo:
             target_success=None,
         )
         if config.bc_weight:
-            settings = held_near_base(settings, config.bc_weight)
+            settings = with_bc_toward_base(settings, config.bc_weight)
         imagining_policy = require_trainable(imagination.as_inside(policy))
         result = finetune(imagining_policy, imagination.new_critic(seed), imagination.world, settings, seed=seed)
         return {"imagined_steps": float(result.env_steps)}

@@ -12,6 +12,7 @@ from torch import Tensor
 from robopolicy.core.candidates import best_of
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.images import Images, cameras_in
 from robopolicy.core.policy import Policy, TensorObservation, Trainable
 from robopolicy.core.randomness import Generators
@@ -23,8 +24,8 @@ from robopolicy.nn.precision import tolerance_in
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.critic import Critic
-from robopolicy.rl.offline.agent import OfflineAgent, smallest_value
-from robopolicy.rl.offline.decisions import ROWS, Decisions, observed_at
+from robopolicy.rl.offline.agent import OfflineAgent, minimum_value_of
+from robopolicy.rl.offline.decisions import ROWS, Decisions, observations_at
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import require_same_scores
@@ -46,7 +47,7 @@ class Imagination:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class OfflineContext:
     """Inputs of an improver.
 
     critic: an agent fitted to `data`, whose observations and actions `interface` prepares; imagination: a world model,
@@ -84,7 +85,7 @@ class Improver(Protocol):
         ...
 
     def improve(
-        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+        self, policy: Trainable, lesson: OfflineContext, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Change `policy` in place; return metrics for the log.
 
@@ -97,7 +98,7 @@ class Improver(Protocol):
 class Wraps(Protocol):
     """An improver whose candidates belong to another class than the policy to improve."""
 
-    def wrap(self, policy: Policy, lesson: Lesson, seed: int) -> Trainable:
+    def wrap(self, policy: Policy, lesson: OfflineContext, seed: int) -> Trainable:
         """Return a policy of that class that behaves like `policy`; the rounds start from it.
 
         Raises ConfigError for a policy that this method cannot improve.
@@ -122,7 +123,7 @@ class ChainPpo:
         policy.prepare_finetuning(None)
 
     def improve(
-        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+        self, policy: Trainable, lesson: OfflineContext, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Sample chunks, compute their advantages and update the policy; see `Improver`."""
         config = self.config
@@ -140,7 +141,7 @@ class ChainPpo:
         learner = Learner(policy, None, None, build_algorithm(settings), settings, instructions)
         figures: dict[str, float] = {}
         for iteration in range(config.iterations):
-            rollouts = decided_anew(policy, lesson, config.observations, generators, iteration)
+            rollouts = resample_decisions(policy, lesson, config.observations, generators, iteration)
             figures = {"advantage": float((rollouts.extras["q"] - rollouts.extras["v"]).mean())}
             tolerance = tolerance_in("fp32", config.ratio_tolerance, policy.spec.categorical)
             require_same_scores(rollouts, policy, iteration, instructions, tolerance, where)
@@ -149,7 +150,9 @@ class ChainPpo:
         return figures
 
 
-def decided_anew(policy: Trainable, lesson: Lesson, count: int, generators: Generators, version: int = 0) -> Rollouts:
+def resample_decisions(
+    policy: Trainable, lesson: OfflineContext, count: int, generators: Generators, version: int = 0
+) -> Rollouts:
     """Sample `count` chunks of the policy at recorded observations, as rollouts of one policy call [B, 1].
 
     Their extras contain `q`, min Q, and `v` [B, 1], and `advantage` [B, 1, K], their difference standardised over the
@@ -159,7 +162,7 @@ def decided_anew(policy: Trainable, lesson: Lesson, count: int, generators: Gene
     draws = generators["observations"]
     index = torch.randint(len(data), (count,), generator=draws, device=draws.device).to(episodes.device)
     spec = policy.spec
-    observation = observed_at(episodes, data.frame[index], spec.history, list(spec.observation))
+    observation = observations_at(episodes, data.frame[index], spec.history, list(spec.observation))
     # On-policy at recorded observations: one decision each, paid by the critic at once, so no rollout is needed.
     decision = policy.act(observation, generators["act"])
     state = data.transitions.state[index]
@@ -208,7 +211,7 @@ class WeightedImitation:
         """Do nothing."""
 
     def improve(
-        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+        self, policy: Trainable, lesson: OfflineContext, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Imitate recorded chunks weighted by their advantage; see `Improver`."""
         config = self.config
@@ -231,7 +234,7 @@ class BestOf:
             self.base = copy.deepcopy(policy).requires_grad_(False)
 
     def improve(
-        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+        self, policy: Trainable, lesson: OfflineContext, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Sample several chunks and imitate the best; see `Improver`."""
         config = self.config
@@ -247,7 +250,7 @@ class BestOf:
         executed_mask = torch.arange(spec.prediction, device=target.device) < spec.chunk
 
         def batch(rows: Tensor) -> dict[str, Any]:
-            observation = observed_at(lesson.episodes, frames[rows], spec.history, list(spec.observation))
+            observation = observations_at(lesson.episodes, frames[rows], spec.history, list(spec.observation))
             return {
                 "observation": observation,
                 "actions": target[rows],
@@ -260,19 +263,19 @@ class BestOf:
 
 @torch.no_grad()
 def chosen_decisions(
-    policy: Policy, lesson: Lesson, frames: Tensor, candidates: int, generators: Generators
+    policy: Policy, lesson: OfflineContext, frames: Tensor, candidates: int, generators: Generators
 ) -> tuple[Tensor, float]:
     """Return the best sampled chunk [n, C, A] at each of the recorded `frames` [n], and its mean gain.
 
     The gain is the mean over frames of the best candidate's min Q minus the candidates' mean.
     """
-    score = smallest_value(lesson.critic, lesson.interface)
+    score = minimum_value_of(lesson.critic, lesson.interface)
     keys = list(dict.fromkeys((*policy.spec.observation, *lesson.interface.keys)))
     history = max(policy.spec.history, lesson.interface.history)
     actions: list[Tensor] = []
     gains: list[Tensor] = []
     for part in torch.split(frames, max(1, ROWS // candidates)):
-        observation = observed_at(lesson.episodes, part, history, keys)
+        observation = observations_at(lesson.episodes, part, history, keys)
         decision, scores = best_of(policy, observation, generators["act"], candidates, score)
         actions.append(decision.actions)
         gains.append(scores.amax(1) - scores.mean(1))
@@ -280,7 +283,7 @@ def chosen_decisions(
 
 
 class ImitationConfig(Protocol):
-    """Settings of an improver that `imitate` and `descend` read."""
+    """Settings of an improver that `imitate` and `train_policy` read."""
 
     @property
     def steps(self) -> int:
@@ -321,10 +324,10 @@ def imitate(
         imitation = row_losses.mean() if weight is None else (weight[rows] * row_losses).mean()
         return imitation if also is None else imitation + also(rows, minibatch)
 
-    return descend(policy, loss, count, config, step, generators, where)
+    return train_policy(policy, loss, count, config, step, generators, where)
 
 
-def descend(
+def train_policy(
     policy: Trainable,
     loss: Callable[[Tensor], Tensor],
     count: int,
@@ -355,7 +358,7 @@ def descend(
     return float(torch.stack(losses).mean())
 
 
-def imitation_weights(lesson: Lesson, temperature: float, cap: float) -> Tensor:
+def imitation_weights(lesson: OfflineContext, temperature: float, cap: float) -> Tensor:
     """Return min(exp(temperature * A), cap), normalised to mean 1, of every recorded chunk [N]; A is standardised over
     them.
     """
@@ -376,3 +379,8 @@ def _in_rows(seen: TensorObservation) -> TensorObservation:
 def _tasks(seen: Mapping[str, Any], instructions: tuple[str, ...], device: torch.device) -> Tensor:
     index_of_text = {text: place for place, text in enumerate(instructions)}
     return torch.tensor([index_of_text.get(text, 0) for text in seen[TASK]], device=device)
+
+
+keep_former_names(
+    __name__, {"Lesson": "OfflineContext", "decided_anew": "resample_decisions", "descend": "train_policy"}
+)

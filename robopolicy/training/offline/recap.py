@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.interventions import intervention_mask
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators
@@ -22,7 +23,7 @@ from robopolicy.policies.advantage_conditioned import (
 from robopolicy.policies.denoising import require_denoising
 from robopolicy.rl.offline.decisions import ROWS, actions_at
 from robopolicy.training.offline.configuration import FilteredImitationConfig, RecapConfig
-from robopolicy.training.offline.improvers import Lesson, imitate
+from robopolicy.training.offline.improvers import OfflineContext, imitate
 
 
 class Recap:
@@ -33,14 +34,14 @@ class Recap:
 
     def prepare(self, policy: Trainable) -> None:
         """Add a network input for the indicator, which has no effect yet; see `Improver`."""
-        network_to_tell(policy)
+        indicator_network(policy)
 
     def improve(
-        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+        self, policy: Trainable, lesson: OfflineContext, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Imitate all chunks conditioned on their indicators; see `Improver`."""
         config, data = self.config, lesson.data
-        network_to_tell(policy).guidance.fill_(config.guidance)
+        indicator_network(policy).guidance.fill_(config.guidance)
         better = improvements(
             advantages(policy, lesson, config, generators), config.positive_fraction, corrections(lesson)
         )
@@ -61,7 +62,7 @@ class Recap:
         return {"loss": loss, "positive": float(better.float().mean())}
 
 
-def network_to_tell(policy: Trainable) -> AdvantageConditioned:
+def indicator_network(policy: Trainable) -> AdvantageConditioned:
     """Return the network of `policy` with an input for the indicator; raises ConfigError when it cannot have one."""
     message = (
         f"recap adds an advantage input to the policy's network, which {type(policy).__name__} (not a "
@@ -80,7 +81,7 @@ class FilteredImitation:
         """Do nothing."""
 
     def improve(
-        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+        self, policy: Trainable, lesson: OfflineContext, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Imitate the better chunks; see `Improver`. Raises ConfigError when there are none, or success is not
         recorded.
@@ -107,7 +108,7 @@ class FilteredImitation:
 
 
 def advantages(
-    policy: Policy, lesson: Lesson, config: RecapConfig | FilteredImitationConfig, generators: Generators
+    policy: Policy, lesson: OfflineContext, config: RecapConfig | FilteredImitationConfig, generators: Generators
 ) -> Tensor:
     """Return the advantage of every recorded chunk, [N], by `config.advantage`: own, critic or steps."""
     data, critic = lesson.data.transitions, lesson.critic
@@ -128,7 +129,7 @@ def advantages(
     return q - torch.cat(means)
 
 
-def successful(lesson: Lesson) -> Tensor:
+def successful(lesson: OfflineContext) -> Tensor:
     """Return a mask [N] bool of the chunks from successful episodes; raises ConfigError without recorded success."""
     episodes = lesson.episodes
     if episodes.success is None:
@@ -136,7 +137,7 @@ def successful(lesson: Lesson) -> Tensor:
     return episodes.success[episodes.episode_of_step[lesson.data.step]]
 
 
-def corrections(lesson: Lesson) -> Tensor | None:
+def corrections(lesson: OfflineContext) -> Tensor | None:
     """Return a mask [N] bool of the chunks from operator interventions; None when the episodes do not record them."""
     in_intervention = intervention_mask(lesson.episodes)
     return None if in_intervention is None else in_intervention[lesson.data.step]
@@ -148,3 +149,6 @@ def improvements(advantage: Tensor, share: float, corrected: Tensor | None = Non
     """
     better = advantage > quantile(advantage, 1 - share)
     return better if corrected is None else better | corrected
+
+
+keep_former_names(__name__, {"network_to_tell": "indicator_network"})

@@ -14,7 +14,7 @@ from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive_seed
 from robopolicy.core.run import RunFolder
-from robopolicy.training.offline.improvers import Improver, Lesson
+from robopolicy.training.offline.improvers import Improver, OfflineContext
 from robopolicy.training.state import load_trainer, save_trainer
 
 
@@ -58,7 +58,7 @@ class Rounds:
 
 def improve_in_rounds(
     policy: Trainable,
-    lesson: Lesson,
+    lesson: OfflineContext,
     improver: Improver,
     gate: Decides | None,
     rounds: int,
