@@ -12,7 +12,7 @@ import torch
 from robopolicy.building.origins import with_origin
 from robopolicy.building.policies import choose_device
 from robopolicy.building.policies import load_policy as load_checkpoint
-from robopolicy.building.worlds import build_world, made_of_files
+from robopolicy.building.worlds import build_world, world_from_files
 from robopolicy.configuration import Config, compose, with_downloads
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, RunSection, WorldSection
 from robopolicy.core.hub import local_folder
@@ -47,7 +47,7 @@ def make_world(name: str, batch_size: int = 128, **options: Any) -> World:
     """
     if name in (WORLD_MODEL, DEMONSTRATIONS):
         arguments = {key: options.pop(key) for key in ("history", "seed", "device") if key in options}
-        return made_of_files(
+        return world_from_files(
             from_plain(WorldSection, to_plain({**options, "name": name}), "world"), batch_size, **arguments
         )
     from sims.registry import make_world as make

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from robopolicy.configuration import Config, read_yaml, to_yaml
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, in_one_line
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.run import RunFolder
 from robopolicy.core.status import begin, end
 from robopolicy.core.storage import read_object, recover_folder, remove_leftovers, storage_errors, write_json
@@ -72,7 +73,7 @@ def input_path(config: Config, verb: str) -> Path:
     return run_path(config.replaced(run=replace(config.run, name=config.run.inputs)), verb)
 
 
-def claim(path: Path, way_out: str = "name this run with run.name=NAME") -> None:
+def lock_run_folder(path: Path, way_out: str = "name this run with run.name=NAME") -> None:
     """Lock a run folder against other processes until this one ends.
 
     The lock file lies beside the folder, so that starting over does not remove it. way_out: alternative to waiting, for
@@ -100,7 +101,7 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     run.overwrite=true starts over. Files left half-written by a killed process are removed.
     """
     path = run_path(config, verb)
-    claim(path)
+    lock_run_folder(path)
     if config.run.overwrite and path.exists():
         if path.is_symlink():
             raise ConfigError(f"{path} is a symbolic link to {path.resolve()}, which run.overwrite does not remove.")
@@ -226,9 +227,9 @@ def open_folder(path: Path, parts: Sequence[str] = (), way_out: str = "choose an
     same time; way_out: advice when they are locked. Raises ConfigError when another process uses them.
     """
     for name in parts:
-        claim(path / name, way_out)
+        lock_run_folder(path / name, way_out)
     if not parts:
-        claim(path, way_out)
+        lock_run_folder(path, way_out)
     folder = RunFolder(path)
     for name in parts or ("",):
         remove_leftovers(path, f"{name}.json" if name else "")
@@ -236,7 +237,7 @@ def open_folder(path: Path, parts: Sequence[str] = (), way_out: str = "choose an
 
 
 @contextmanager
-def alone_in(path: Path) -> Iterator[None]:
+def lock_shared_folder(path: Path) -> Iterator[None]:
     """Wait until no other process holds the summary lock of a shared folder, and hold it inside the body."""
     with FileLock(path / ".summary.lock"):
         yield
@@ -362,3 +363,6 @@ def _end(place: Path, length: int) -> str:
     parts = [part for part in place.parts if part not in ("checkpoint", "checkpoints", "pretrained_model", "last", "/")]
     numbers = next((count for count, part in enumerate(reversed(parts)) if not part.isdigit()), 0)
     return "/".join(parts[-(length + numbers) :])
+
+
+keep_former_names(__name__, {"claim": "lock_run_folder", "alone_in": "lock_shared_folder"})

@@ -187,19 +187,19 @@ WATCHED = {
 
 
 def test_why_imagination_ended_is_said_with_what_was_kept():
-    text = imagine.said_at_the_end(ended(EndReason.DIVERGED, **WATCHED))
+    text = imagine.closing_message(ended(EndReason.DIVERGED, **WATCHED))
     assert text == (
         "Stopped after 20 iterations: real and imagined success diverge without real gain. Saved the policy of "
         "iteration 10: real success 69.5% [62.8%, 75.5%], 91.0% in imagination (gap +21.5 points)."
     )
-    assert "not evaluated in the real environment" in imagine.said_at_the_end(
+    assert "not evaluated in the real environment" in imagine.closing_message(
         ended(EndReason.ITERATIONS, deterministic_success=0.9)
     )
     returns = {"deterministic_success": 0.0, "deterministic_return": 0.0, "deterministic_real_return": -3.0}
-    assert "return 0 in imagination, return -3 in the real environment" in imagine.said_at_the_end(
+    assert "return 0 in imagination, return -3 in the real environment" in imagine.closing_message(
         ended(EndReason.PATIENCE, **returns)
     )
-    assert "last policy is saved" in imagine.said_at_the_end(FinetuneResult(3, 30, EndReason.ITERATIONS, {}))
+    assert "last policy is saved" in imagine.closing_message(FinetuneResult(3, 30, EndReason.ITERATIONS, {}))
 
 
 @pytest.mark.parametrize("why", list(EndReason))

@@ -27,7 +27,7 @@ from robopolicy.doctor.data import check_statistics
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.scores import known_anchors
-from robopolicy.evaluation.waves import KeptWaves
+from robopolicy.evaluation.waves import SavedBatches
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.plan import InferencePlan, load_plan, save_plan, weights_hash
 from robopolicy.policies.configuration import DenoisingPolicyConfig
@@ -86,7 +86,7 @@ def sound(tmp_path_factory) -> Path:
     run.log({"iteration": 1, "step": 1, "loss": 0.5, "deterministic_success": 0.5})
     run.clock().keep()
     (run.path / "result.json").write_text(json.dumps(RESULT))
-    KeptWaves(run.path / "waves.jsonl", {"settings": 1})
+    SavedBatches(run.path / "waves.jsonl", {"settings": 1})
     save_trainer(run.resume_point, {"step": 3, "optimiser": {"state": torch.ones(2)}})
     config = DenoisingPolicyConfig(chunk=2, prediction_steps=2, width=8, depth=1, sampling_steps=2, denoising_steps=4)
     policy = DenoisingPolicy(config, {STATE: FIELDS[STATE]}, ACTION, fps=10.0)
@@ -108,7 +108,7 @@ def read_run(root: Path) -> None:
         lambda: report_for_run(run.path),
         lambda: finished(run),
         lambda: open_run(a_config(root), "train", ("run", "world", "train")),
-        lambda: KeptWaves(run.path / "waves.jsonl", {"settings": 1}),
+        lambda: SavedBatches(run.path / "waves.jsonl", {"settings": 1}),
         lambda: load_trainer(run.resume_point),
         lambda: run.describe_resumption(),
         lambda: run.rewind("step", 1),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from robopolicy.building.guidance import guidance_of
+from robopolicy.building.guidance import load_guidance
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import CheckpointError
@@ -19,7 +19,7 @@ def experts_of(root, *settings):
     config = compose([*NOISY, f"run.root={root}", *settings])
     world = make_world("reach_planar", 2)
     try:
-        return guidance_of(config, world).experts
+        return load_guidance(config, world).experts
     finally:
         world.close()
 

@@ -154,9 +154,11 @@ def test_an_evaluation_that_is_broken_off_goes_on_and_ends_where_an_unbroken_one
 
     def broken_off(name, *settings):
         played.clear()
-        monkeypatch.setattr(success, "play_wave", mortal)
+        monkeypatch.setattr(success, "play_episode_batch", mortal)
         assert run(root, "evaluate", *shared, f"run.name={name}", *settings) == 130
-        monkeypatch.setattr(success, "play_wave", lambda *given, **told: played.append(0) or play(*given, **told))
+        monkeypatch.setattr(
+            success, "play_episode_batch", lambda *given, **told: played.append(0) or play(*given, **told)
+        )
         played.clear()
         capsys.readouterr()
 

@@ -13,7 +13,7 @@ from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import recover_folder, remove_leftovers, write_folder_atomic
-from robopolicy.runs import claim, finish, open_fresh_run, open_run, run_path
+from robopolicy.runs import finish, lock_run_folder, open_fresh_run, open_run, run_path
 from robopolicy.verbs.job import Job
 
 HOLD = """
@@ -43,8 +43,8 @@ def test_a_folder_in_use_by_another_process_is_refused_until_that_ends(tmp_path,
 
 
 def test_a_process_comes_back_to_its_own_folder(tmp_path):
-    claim(tmp_path / "0")
-    claim(tmp_path / "0")
+    lock_run_folder(tmp_path / "0")
+    lock_run_folder(tmp_path / "0")
 
 
 def test_a_run_of_another_kind_than_the_default_goes_on_and_a_changed_setting_of_it_is_named(tmp_path):

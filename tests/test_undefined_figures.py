@@ -13,9 +13,9 @@ from robopolicy.core.spec import STATE, Field
 from robopolicy.doctor.findings import Health
 from robopolicy.doctor.policy import check_policy_on_data
 from robopolicy.evaluation import world_model
-from robopolicy.evaluation.bakeoff import best_judge, score_judge
+from robopolicy.evaluation.bakeoff import best_evaluator, score_evaluator
 from robopolicy.evaluation.deployment import Deployed
-from robopolicy.evaluation.intervals import shown
+from robopolicy.evaluation.intervals import plus_minus
 from robopolicy.evaluation.ranking import rank
 from robopolicy.evaluation.report import Report, _add_validation
 from robopolicy.evaluation.success import EvaluationResult
@@ -81,16 +81,18 @@ def evaluated(success: np.ndarray) -> EvaluationResult:
 
 def test_judges_of_policies_that_are_all_alike_are_not_without_regret():
     values = np.random.default_rng(0).normal(size=(4, 20))
-    alike = score_judge("alike", np.full(4, 0.5), values)
+    alike = score_evaluator("alike", np.full(4, 0.5), values)
     assert all(math.isnan(value) for value in (alike.regret, alike.spearman, alike.spearman_low, alike.false_rejects))
-    assert best_judge({"alike": alike}) is None
-    constant = score_judge("constant", np.array([0.0, 0.3, 0.6, 0.9]), np.full((4, 20), 0.5))
+    assert best_evaluator({"alike": alike}) is None
+    constant = score_evaluator("constant", np.array([0.0, 0.3, 0.6, 0.9]), np.full((4, 20), 0.5))
     assert math.isnan(constant.spearman) and not math.isnan(constant.regret)
 
 
 def test_a_short_deployment_has_no_worst_margin():
     short = Deployed(np.ones(19), np.zeros(19), 0.5)
-    assert math.isnan(short.margin) and short.to_json()["worst_margin"] is None and shown(short.margin, "+.1f") == "-"
+    assert (
+        math.isnan(short.margin) and short.to_json()["worst_margin"] is None and plus_minus(short.margin, "+.1f") == "-"
+    )
     assert Deployed(np.ones(20), np.zeros(20), 0.5).margin < 0
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from robopolicy.benchmarks.gate_candidates import BIASED, CANDIDATES, OFFERED, Material, flattering
 from robopolicy.benchmarks.rates import rate_of, rate_text, spread_text
 from robopolicy.benchmarks.runs import EXAMINED, chosen_from, each_task, logged, pretrained, settings_of
-from robopolicy.building.judges import build_judges
+from robopolicy.building.judges import build_evaluators
 from robopolicy.building.policies import choose_device, load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, compose
@@ -29,7 +29,7 @@ from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import recorded_origin, write_dataset
 from robopolicy.data.lerobot_reading import read_dataset
-from robopolicy.evaluation.gate import Gate, Judge, ceiling_of, judged
+from robopolicy.evaluation.gate import Evaluator, Gate, ceiling_of, evaluator_result
 from robopolicy.evaluation.intervals import compare_paired
 from robopolicy.evaluation.ranking import spearman
 from robopolicy.evaluation.success import evaluate_policy
@@ -72,7 +72,7 @@ class Attack:
 
     config: Config
     material: Material
-    judges: Mapping[str, Judge]
+    judges: Mapping[str, Evaluator]
     world: World
     seeds: np.ndarray
 
@@ -131,7 +131,7 @@ def prepared(config: Config, root: Path, task: str, seed: int) -> Attack:
     policy = require_trainable(load_policy(path, device))
     training, held_out = split_data(run_config, policy, device)
     lesson = learn_critic(run_config, policy, training, RunFolder(root / task / "critic" / str(seed)), device)
-    judges = build_judges(run_config, policy, held_out, device)
+    judges = build_evaluators(run_config, policy, held_out, device)
     episodes = run_config.offline.evaluate_episodes
     world = build_world(run_config.world, policy, episodes=episodes, device=device)
     material = Material(run_config, policy, lesson, model)
@@ -184,7 +184,7 @@ def verdicts(config: Config, base: Values, found: Values) -> dict[str, Any]:
     for name, values in found["values"].items():
         pair = np.array(values), np.array(base["values"][name])
         rules = section.margin, section.relative_margin, section.confidence, base["ceilings"][name]
-        verdict = judged(name, *pair, *rules)
+        verdict = evaluator_result(name, *pair, *rules)
         judgements[name] = {"difference": verdict.difference, "low": verdict.low, "better": verdict.better}
     return {
         "family": found["family"],

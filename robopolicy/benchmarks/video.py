@@ -23,7 +23,7 @@ from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.image_quality import SSIM, UNITS
 from robopolicy.evaluation.plots import open_loop_errors
-from robopolicy.evaluation.report import Section, film
+from robopolicy.evaluation.report import Section, embedded_video
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import HORIZONS, follow, open_loop
 from robopolicy.training.configuration import FitConfig
@@ -235,7 +235,7 @@ def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
         ]
     for seed in figures["seeds"]:
         for folder in sorted({path.parent for path in (root / seed).rglob("imagined.mp4")}):
-            plots += film(folder)
+            plots += embedded_video(folder)
     return plots
 
 

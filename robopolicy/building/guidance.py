@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from robopolicy.building.planning import planned_acting
-from robopolicy.building.policies import as_seen_in, choose_device, load_policy
+from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
 from robopolicy.building.worlds import build_controller
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset
@@ -21,7 +22,7 @@ from robopolicy.training.demonstrations import Demonstrations, demonstrate
 from robopolicy.training.guidance import OF_THE_SAME_STEPS, Guidance
 
 
-def guidance_of(
+def load_guidance(
     config: Config, world: World, imagined: Path | None = None, policy: Trainable | None = None
 ) -> Guidance:
     """Load the inputs of the configured mechanisms: a teacher, demonstrated states, successful expert episodes.
@@ -32,11 +33,11 @@ def guidance_of(
     section, device = config.finetune, choose_device(config.run)
     needs = section.resolved().needs
     needs_experts = section.expert_episode_fraction or Need.EXPERTS in needs
-    experts = experts_of(config, world) if needs_experts else None
-    teacher = None if section.teacher is None else teacher_of(config, section.teacher, world, policy, needs)
+    experts = load_experts(config, world) if needs_experts else None
+    teacher = None if section.teacher is None else load_teacher(config, section.teacher, world, policy, needs)
     acting = planned_acting(config.plan, world, imagined, device)
     pairs = None if section.preference_pairs is None else read_pairs(section.preference_pairs)
-    return Guidance(teacher, demonstrated(config, world), experts, acting, pairs)
+    return Guidance(teacher, demonstrations_of_pool(config, world), experts, acting, pairs)
 
 
 def acting_guidance_of(config: Config, world: World, policy: Trainable) -> Guidance:
@@ -60,13 +61,15 @@ def experts_of(config: Config, world: World) -> Episodes:
     return experts if experts.success is None else experts.select(experts.success)
 
 
-def teacher_of(config: Config, folder: Path, world: World, policy: Trainable | None, needs: frozenset[Need]) -> Policy:
+def load_teacher(
+    config: Config, folder: Path, world: World, policy: Trainable | None, needs: frozenset[Need]
+) -> Policy:
     """Load a teacher of `policy`; if it must compute log-probabilities of that policy's steps, prepare it in the same
     way.
 
     Raises as `load_policy` does, and ConfigError when a LeRobot teacher provides no log-probabilities here.
     """
-    teacher = as_seen_in(world, load_policy(folder, choose_device(config.run)))
+    teacher = adapt_policy_to_world(world, load_policy(folder, choose_device(config.run)))
     if not needs & OF_THE_SAME_STEPS:
         return teacher  # it is asked what it would do, as it is
     if isinstance(teacher, Tunable):
@@ -75,7 +78,7 @@ def teacher_of(config: Config, folder: Path, world: World, policy: Trainable | N
     return teacher
 
 
-def demonstrated(config: Config, world: World) -> Demonstrations | None:
+def demonstrations_of_pool(config: Config, world: World) -> Demonstrations | None:
     """Let the expert play from the pool of initial states, if a hint is configured that starts in its states."""
     section, spec = config.finetune, world.spec
     if section.hint is None:
@@ -88,3 +91,14 @@ def demonstrated(config: Config, world: World) -> Demonstrations | None:
     expert = build_controller(config.world, world, section.expert)
     seeds, tasks = start_pool(config.run.seed, section.num_initial_states, len(spec.instructions))
     return demonstrate(world, expert, seeds, tasks)
+
+
+keep_former_names(
+    __name__,
+    {
+        "guidance_of": "load_guidance",
+        "experts_of": "load_experts",
+        "teacher_of": "load_teacher",
+        "demonstrated": "demonstrations_of_pool",
+    },
+)

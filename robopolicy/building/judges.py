@@ -8,24 +8,25 @@ from pathlib import Path
 
 import torch
 
-from robopolicy.building.policies import as_seen_in
+from robopolicy.building.policies import adapt_policy_to_world
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.recorded import GateSection
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.data.chains import read_chains
 from robopolicy.data.lerobot_reading import read_dataset
-from robopolicy.evaluation.gate import Judge
-from robopolicy.evaluation.importance import ImportanceJudge, effective_text
+from robopolicy.evaluation.gate import Evaluator
+from robopolicy.evaluation.importance import ImportanceEvaluator, effective_text
 from robopolicy.evaluation.judges import (
-    CriticJudge,
-    FittedJudge,
-    ModelReturn,
-    Recorded,
+    CriticEvaluator,
+    FqeEvaluator,
+    ModelEvaluator,
+    RecordedDecisions,
     episode_starts,
     highest_credible,
 )
@@ -40,61 +41,63 @@ CRITICS = frozenset({"fqe", "critic"})
 """Evaluators that see recorded data through a fitted critic alone."""
 
 
-def recorded_for_gate(config: Config, policy: Policy, device: torch.device) -> Episodes | None:
+def gate_episodes(config: Config, policy: Policy, device: torch.device) -> Episodes | None:
     """Return the episodes of gate.data (default: the output of collect), renamed as for `policy`; None if no evaluator
     uses recorded data.
     """
     if set(config.gate.evaluators) <= {"model", "world"}:
         return None
-    return Episodes.concatenate([read_dataset(path, rename=renaming_of(policy)) for path in recorded_paths(config)]).to(
-        device
-    )
+    return Episodes.concatenate(
+        [read_dataset(path, rename=renaming_of(policy)) for path in gate_data_paths(config)]
+    ).to(device)
 
 
-def recorded_paths(config: Config) -> tuple[Path, ...]:
+def gate_data_paths(config: Config) -> tuple[Path, ...]:
     """Return gate.data, by default the output of collect."""
     return config.gate.data or (default_path(config, "collect", "dataset", None, "gate.data"),)
 
 
-def build_judges(
+def build_evaluators(
     config: Config, incumbent: Policy, episodes: Episodes | None, device: torch.device, trained_in: Sequence[Path] = ()
-) -> list[Judge]:
+) -> list[Evaluator]:
     """Return the evaluators that `config.gate` selects.
 
     incumbent: policy whose observation and action fields critics use; episodes: recorded data that training has not
     used, None if no evaluator needs any; trained_in: world models that candidates were trained in, which cannot be the
     only evaluators. Raises ConfigError and DataError when something is missing.
     """
-    section, judges = config.gate, list[Judge]()
+    section, judges = config.gate, list[Evaluator]()
     critics = not set(section.evaluators) <= {"model", "importance", "world"}
     learned_in = {path.resolve() for path in trained_in}
-    recorded_data = recorded_for_judges(section, incumbent, episodes) if critics and episodes is not None else None
+    recorded_data = evaluator_data(section, incumbent, episodes) if critics and episodes is not None else None
     for name in section.evaluators:
         if name == "model":
             paths = section.models or (default_path(config, "worldmodel", "checkpoint", None, "gate.models"),)
-            judges += [model_judge(config, path, incumbent, device, path.resolve() not in learned_in) for path in paths]
+            judges += [
+                model_evaluator(config, path, incumbent, device, path.resolve() not in learned_in) for path in paths
+            ]
             continue
         if name == "world":
             world = build_world(config.world, incumbent, episodes=section.num_states, device=device)
             seeds = episode_seeds(config.run.seed, "gate/trials", section.num_states)
-            judges.append(ModelReturn(world, seeds, by=section.metric, trials=True, seed=config.run.seed))
+            judges.append(ModelEvaluator(world, seeds, by=section.metric, trials=True, seed=config.run.seed))
             continue
         if name == "importance":
-            judges.append(importance_judge(config, incumbent, episodes))
+            judges.append(importance_evaluator(config, incumbent, episodes))
             continue
         if recorded_data is None:
             raise ConfigError(f"gate.evaluators contains {name}, which needs recorded data: set gate.data=[DATASET].")
         if name == "fqe":
             fitting = FqeConfig(steps=section.steps, width=section.width, discount=section.discount)
-            judges.append(FittedJudge(recorded_data, fitting, seed=config.run.seed))
+            judges.append(FqeEvaluator(recorded_data, fitting, seed=config.run.seed))
         else:
             judges.append(
-                CriticJudge(critic_of(section, recorded_data, config.run.seed), recorded_data, seed=config.run.seed)
+                CriticEvaluator(critic_of(section, recorded_data, config.run.seed), recorded_data, seed=config.run.seed)
             )
     return judges
 
 
-def recorded_for_judges(section: GateSection, policy: Policy, episodes: Episodes) -> Recorded:
+def evaluator_data(section: GateSection, policy: Policy, episodes: Episodes) -> RecordedDecisions:
     """Return the input of evaluators that use recorded data; raises DataError when rewards are missing."""
     require_recorded("the recorded data", episodes, policy.spec.observation, policy.spec.action)
     if episodes.reward is None:
@@ -105,10 +108,10 @@ def recorded_for_judges(section: GateSection, policy: Policy, episodes: Episodes
     decisions = recorded_decisions(episodes, interface, section.discount)
     bounds = value_bound(episodes.reward, section.discount)
     ceiling = highest_credible(episodes, section.discount)
-    return Recorded(decisions, interface, bounds, episode_starts(episodes, section.num_states), ceiling)
+    return RecordedDecisions(decisions, interface, bounds, episode_starts(episodes, section.num_states), ceiling)
 
 
-def critic_of(section: GateSection, recorded: Recorded, seed: int) -> Iql:
+def critic_of(section: GateSection, recorded: RecordedDecisions, seed: int) -> Iql:
     """Fit a critic to the recorded data with expectile 0.5 (the mean): values of the actions as they were taken."""
     interface = recorded.interface
     config = IqlConfig(expectile=0.5, width=section.width, discount=section.discount)
@@ -119,47 +122,47 @@ def critic_of(section: GateSection, recorded: Recorded, seed: int) -> Iql:
     return agent
 
 
-def model_judge(config: Config, path: Path, policy: Policy, device: torch.device, independent: bool) -> Judge:
+def model_evaluator(config: Config, path: Path, policy: Policy, device: torch.device, independent: bool) -> Evaluator:
     """Return the evaluator that plays episodes in the world model at `path`."""
     section = config.gate
     world = build_world(config.world.imagined_by(path), policy, episodes=section.num_states, device=device)
     seeds = episode_seeds(config.run.seed, "gate", section.num_states)
-    as_inside = partial(as_seen_in, world)
-    return ModelReturn(
+    as_inside = partial(adapt_policy_to_world, world)
+    return ModelEvaluator(
         world, seeds, by=section.metric, as_inside=as_inside, independent=independent, seed=config.run.seed
     )
 
 
-def importance_judge(config: Config, policy: Policy, episodes: Episodes | None) -> Judge:
+def importance_evaluator(config: Config, policy: Policy, episodes: Episodes | None) -> Evaluator:
     """Return the evaluator that uses the denoising chains logged in gate.data for `episodes`; raises DataError when
     there are none.
     """
     section, spec = config.gate, policy.spec
-    assert episodes is not None  # `recorded_for_gate` reads them for every judge but models
-    chains = read_chains(recorded_paths(config), spec.prediction, spec.action.size).to(episodes.device)
+    assert episodes is not None  # `gate_episodes` reads them for every judge but models
+    chains = read_chains(gate_data_paths(config), spec.prediction, spec.action.size).to(episodes.device)
     weighed = {"per_decision": section.per_decision, "least": section.min_effective_episodes}
-    return ImportanceJudge(episodes, chains, by=section.metric, **weighed)
+    return ImportanceEvaluator(episodes, chains, by=section.metric, **weighed)
 
 
-def clipped(judges: Sequence[Judge]) -> dict[str, list[float]]:
+def clipped_fraction(judges: Sequence[Evaluator]) -> dict[str, list[float]]:
     """Return the fraction of critic targets outside the reward bounds (fitted evaluators) and the effective number of
     episodes (importance sampling).
     """
-    result = {"clipped": [share for judge in judges if isinstance(judge, FittedJudge) for share in judge.clipped]}
-    counts = [count for judge in judges if isinstance(judge, ImportanceJudge) for count in judge.effective]
+    result = {"clipped": [share for judge in judges if isinstance(judge, FqeEvaluator) for share in judge.clipped]}
+    counts = [count for judge in judges if isinstance(judge, ImportanceEvaluator) for count in judge.effective]
     return result | ({"effective_episodes": counts} if counts else {})
 
 
-def warn_of_divergence(judges: Sequence[Judge]) -> None:
+def warn_of_divergence(judges: Sequence[Evaluator]) -> None:
     """Print a note when a fitted critic has diverged beyond the reward bounds, and the effective number of logged
     episodes.
     """
     for judge in judges:
-        if isinstance(judge, ImportanceJudge) and judge.effective:
+        if isinstance(judge, ImportanceEvaluator) and judge.effective:
             output.print(
                 f"Effective sample size of {len(judge.episodes)} recorded episodes: {effective_text(judge.effective)}."
             )
-        if isinstance(judge, FittedJudge) and judge.diverged:
+        if isinstance(judge, FqeEvaluator) and judge.diverged:
             output.print(
                 f"Note: {max(judge.clipped):.0%} of the targets of {judge.name} exceeded the bounds that the rewards "
                 "allow: it has diverged, and its result is unreliable. Use more data (gate.data), or evaluate with "

@@ -16,6 +16,7 @@ from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, WorldSection
 from robopolicy.core.delayed import with_latency_options
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import WorldOrigin, origin_of
 from robopolicy.core.registry import import_plugins
 from robopolicy.core.storage import recover_folder
@@ -64,14 +65,14 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
                 f"{first_path} comes from {_described(origin)}, but {path} from {_described(other)}: choose one, "
                 "world=NAME."
             )
-    return config.replaced(world=in_world(config.world, origin, first_path, config.run.plugins))
+    return config.replaced(world=with_world_of(config.world, origin, first_path, config.run.plugins))
 
 
 def _unless_unknown(config: Config, known: Mapping[Path, WorldOrigin]) -> Config:
     """Return `config` in the world of the single entry of `known`, or in a world named "" if none is trusted."""
     for path, origin in known.items():
         with suppress(CheckpointError):
-            return config.replaced(world=in_world(config.world, origin, path, config.run.plugins))
+            return config.replaced(world=with_world_of(config.world, origin, path, config.run.plugins))
     return config.replaced(world=dataclasses.replace(config.world, name=""))
 
 
@@ -89,7 +90,7 @@ def _as_served(config: Config) -> Config:
     if origin is None:
         _say_assumed(source, config)
         return config
-    return config.replaced(world=in_world(config.world, origin, source, config.run.plugins))
+    return config.replaced(world=with_world_of(config.world, origin, source, config.run.plugins))
 
 
 def _in_recordings(config: Config, data: Path) -> Config:
@@ -114,7 +115,9 @@ def _say_unknown(where: object, instead: str) -> None:
     )
 
 
-def in_world(section: WorldSection, origin: WorldOrigin, where: object, plugins: Iterable[str] = ()) -> WorldSection:
+def with_world_of(
+    section: WorldSection, origin: WorldOrigin, where: object, plugins: Iterable[str] = ()
+) -> WorldSection:
     """Return `section` in the world that `where` comes from; options given by the user override its own.
 
     plugins: modules that the user trusts. Raises CheckpointError when the world or an option refers to other modules;
@@ -178,3 +181,6 @@ def _places(config: Config, key: str, default: str) -> list[Path]:
 def _described(origin: WorldOrigin) -> str:
     options = ", ".join(f"{key}={value}" for key, value in origin.options.items())
     return f"'{origin.name}'" + (f" with {options}" if options else "")
+
+
+keep_former_names(__name__, {"in_world": "with_world_of"})

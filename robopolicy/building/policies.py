@@ -12,6 +12,7 @@ from robopolicy.configuration.sections.act import AUTO, InferenceSection
 from robopolicy.configuration.sections.run import RunSection
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.machine import limit_threads
 from robopolicy.core.origin import remember_folder
 from robopolicy.core.policy import Policy, Trainable, require_trainable
@@ -62,7 +63,7 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
     try:
         policy = load_with_encoder(folder, device)
     except CheckpointError as error:
-        if message := data_instead(Path(folder)):
+        if message := data_hint(Path(folder)):
             raise CheckpointError(message) from error
         raise
     remember_folder(policy, folder)
@@ -135,7 +136,7 @@ def behind(model: WorldModel, policy: Policy) -> Policy:
     return EncodedPolicy(policy, cast(DecoderFree, model)) if needs_encoder else policy
 
 
-def as_seen_in(world: World, policy: Policy) -> Policy:
+def adapt_policy_to_world(world: World, policy: Policy) -> Policy:
     """Return the form of `policy` that acts in `world`: without its encoder inside the world model whose latent it
     reads.
 
@@ -170,3 +171,8 @@ def new_policy(config: Config, episodes: Episodes, device: torch.device | str = 
     )
     seed = derive_seed(config.run.seed, "initial weights")
     return build_policy(config.policy.kind, config.policy.config, spec, episodes, seed, device)
+
+
+keep_former_names(
+    __name__, {"behind": "with_model_encoder", "as_seen_in": "adapt_policy_to_world", "data_instead": "data_hint"}
+)

@@ -23,7 +23,7 @@ from robopolicy.core.pools import Pool, PoolSettings, open_pool
 from robopolicy.core.registry import load_dotted
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Controller, World
-from robopolicy.evaluation.waves import Wave, play_wave
+from robopolicy.evaluation.waves import EpisodeBatch, play_episode_batch
 
 Built = tuple[World, Policy | Controller, torch.device]
 """Result of a builder: a world, the policy in the form that acts there, and the policy's device."""
@@ -42,7 +42,7 @@ class BatchPlayers:
 
     def play(
         self, batches: Sequence[np.ndarray], noise_seed: int, deterministic: bool
-    ) -> Iterator[tuple[int, Wave, float]]:
+    ) -> Iterator[tuple[int, EpisodeBatch, float]]:
         """Yield place in `batches`, outcomes and seconds of every batch of seeds [n], in order of arrival."""
         if 0 < len(batches) < self.pool.workers:
             warnings.warn(
@@ -57,7 +57,7 @@ class BatchPlayers:
             for seeds in batches
         ]
         for place, played in self.pool.map("robopolicy.building.workers:play_batch", items):
-            yield place, Wave(**played["wave"]), float(played["seconds"])
+            yield place, EpisodeBatch(**played["wave"]), float(played["seconds"])
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ _built: dict[str, Built] = {}
 
 
 def play_batch(job: Mapping[str, Any], seeds: np.ndarray, noise_seed: int, deterministic: bool) -> dict[str, Any]:
-    """Play one batch of episodes in a worker; return its outcomes (the fields of `Wave`) and seconds."""
+    """Play one batch of episodes in a worker; return its outcomes (the fields of `EpisodeBatch`) and seconds."""
     key = json.dumps(job, sort_keys=True)
     if key not in _built:
         for world, *_ in _built.values():
@@ -103,5 +103,5 @@ def play_batch(job: Mapping[str, Any], seeds: np.ndarray, noise_seed: int, deter
         _built[key] = load_dotted(job["builder"], "Builder")(config, **job["arguments"])
     world, policy, device = _built[key]
     start = time.perf_counter()
-    wave = play_wave(world, policy, np.asarray(seeds), noise_seed, deterministic=deterministic, device=device)
+    wave = play_episode_batch(world, policy, np.asarray(seeds), noise_seed, deterministic=deterministic, device=device)
     return {"wave": asdict(wave), "seconds": time.perf_counter() - start}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from robopolicy.building.planning import load_imagining
-from robopolicy.building.policies import as_seen_in
+from robopolicy.building.policies import adapt_policy_to_world
 from robopolicy.configuration.sections.learn import CRITIC_DEPTH, FinetuneSection
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
 from robopolicy.core.delayed import episodes_for_model, latency_in, steps_ahead, with_latency_of, without_latency
@@ -27,6 +27,7 @@ from robopolicy.core.errors import (
     RobopolicyWarning,
     SpecError,
 )
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import WorldOrigin, origin_of, prefix_errors, renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive_seed
@@ -46,7 +47,7 @@ from robopolicy.core.spec import (
     require_fit,
 )
 from robopolicy.core.world import Controller, Snapshots, World
-from robopolicy.data.foresight import Foresight
+from robopolicy.data.foresight import LookaheadController
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.policies.abilities import MapsFeatures
 from robopolicy.rl.critic import Critic, state_critic
@@ -95,7 +96,7 @@ def build_world(
 def _require_fit(policy: Policy, world: World) -> None:
     """Raise SpecError with a remedy when a policy does not fit the world; the world is then closed."""
     try:
-        require_fit(as_seen_in(world, policy).spec, world.spec)
+        require_fit(adapt_policy_to_world(world, policy).spec, world.spec)
     except RobopolicyError as error:
         world.close()
         if isinstance(error, SpecError) and (advice := _mapping_for(policy, world.spec)):
@@ -117,7 +118,7 @@ def _made_world(
     if section.name == DEMONSTRATIONS and section.cameras and policy is not None:
         section = replace(section, cameras=tuple(dict.fromkeys((*section.cameras, *policy.spec.cameras))))
     if section.name in (WORLD_MODEL, DEMONSTRATIONS):
-        return made_of_files(section, rows, history, seed, device, renaming_of(policy))
+        return world_from_files(section, rows, history, seed, device, renaming_of(policy))
     options: dict[str, Any] = {"seed": seed, "history": history, **section.options}
     camera_options = _shown(section, policy, filmed)
     try:
@@ -192,7 +193,7 @@ def _mapping_for(policy: Policy, spec: WorldSpec) -> str:
     return policy.mapping_for(spec) if isinstance(policy, MapsFeatures) else ""
 
 
-def made_of_files(
+def world_from_files(
     section: WorldSection,
     rows: int,
     history: int = 1,
@@ -338,12 +339,15 @@ EXPERT = "expert"
 def build_controller(section: WorldSection, world: World, dotted_path: str = "") -> Controller:
     """Return the controller at `dotted_path`, else the scripted expert of the world's task.
 
-    With inference latency it plans this many steps ahead, for which the world needs snapshots; see `Foresight`.
+    With inference latency it plans this many steps ahead, for which the world needs snapshots; see
+    `LookaheadController`.
     """
-    return build_foresight(section, world, 1, dotted_path)
+    return build_lookahead(section, world, 1, dotted_path)
 
 
-def build_foresight(section: WorldSection, world: World, steps: int, dotted_path: str = "") -> Controller | Foresight:
+def build_lookahead(
+    section: WorldSection, world: World, steps: int, dotted_path: str = ""
+) -> Controller | LookaheadController:
     """Return a controller that gives its next `steps` actions from the present state of `world`, which `section` names.
 
     Without snapshots this is the controller itself, which gives one step. The simulated future continues after success
@@ -361,7 +365,7 @@ def build_foresight(section: WorldSection, world: World, steps: int, dotted_path
         )
     except ConfigError:  # a world without that option
         lookahead_world = build_world(like, batch_size=world.batch_size)
-    return Foresight(controller, world, lookahead_world, steps)
+    return LookaheadController(controller, world, lookahead_world, steps)
 
 
 def _controller(section: WorldSection, spec: WorldSpec, dotted_path: str) -> Controller:
@@ -397,3 +401,6 @@ def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:
         torch.manual_seed(derive_seed(seed, "critic weights"))
         spec = world.spec
         return state_critic(spec.observation, spec.history, section.critic_width, CRITIC_DEPTH, spec.instructions)
+
+
+keep_former_names(__name__, {"made_of_files": "world_from_files", "build_foresight": "build_lookahead"})

@@ -194,7 +194,7 @@ def state_of(folder: Path, status: dict[str, Any]) -> str:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Whether a living process has claimed the folder (`robopolicy.runs.claim`)."""
+    """Whether a living process has claimed the folder (`robopolicy.runs.lock_run_folder`)."""
     import fcntl
 
     try:

@@ -14,11 +14,12 @@ import numpy as np
 from robopolicy.core.arrays import Array
 from robopolicy.core.delayed import queued_actions
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import Observation
 from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, World, begin_episodes
 
 
-class Foresight:
+class LookaheadController:
     """A `core.player.Actor` that returns whole chunks of a controller from the current state of `world`; also a
     `Controller`.
 
@@ -89,3 +90,6 @@ class Foresight:
     @staticmethod
     def _one(controller: Controller, observation: Observation) -> Array:
         return np.asarray(controller.act(observation), dtype=np.float64)
+
+
+keep_former_names(__name__, {"Foresight": "LookaheadController"})

@@ -15,6 +15,7 @@ import numpy as np
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import DataError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.storage import remove_leftovers, write_atomic
 
 SECONDS = 10.0
@@ -43,7 +44,7 @@ class Recording:
     label_steps: list[int] = field(default_factory=list[int])
 
 
-class Kept:
+class RecordingCache:
     """Finished episodes of one recording, in a separate folder.
 
     known: position -> episode, including those of earlier processes; seconds: see SECONDS. Raises DataError if a file
@@ -139,3 +140,6 @@ def _recording(position: int, parts: Mapping[str, Array]) -> Recording:
         labels=listed("labels"),
         label_steps=[int(value) for value in listed("label_steps")],
     )
+
+
+keep_former_names(__name__, {"Kept": "RecordingCache"})

@@ -22,8 +22,8 @@ from robopolicy.core.world import Controller, Step, World, begin_episodes
 from robopolicy.data.chains import Chains, chain_of
 from robopolicy.data.configuration import CorrectConfig
 from robopolicy.data.corrections import Operator, Turn
-from robopolicy.data.foresight import Foresight
-from robopolicy.data.kept import Kept, Recording
+from robopolicy.data.foresight import LookaheadController
+from robopolicy.data.kept import Recording, RecordingCache
 
 
 def record(
@@ -36,7 +36,7 @@ def record(
     generator: torch.Generator | None = None,
     deterministic: bool = False,
     teacher: Controller | Policy | Actor[None] | None = None,
-    kept: Kept | None = None,
+    kept: RecordingCache | None = None,
 ) -> Episodes:
     """Run the episodes of `seeds` and return them in that order, including failures unless `successes_only`.
 
@@ -61,7 +61,7 @@ def record_chains(
     seeds: Sequence[int] | np.ndarray,
     *,
     generator: torch.Generator,
-    kept: Kept | None = None,
+    kept: RecordingCache | None = None,
 ) -> tuple[Episodes, Chains]:
     """`record` the episodes of a denoising policy, with exploration noise, and the denoising chain of each action
     chunk.
@@ -90,7 +90,7 @@ def record_corrected(
     config: CorrectConfig,
     *,
     generator: torch.Generator,
-    kept: Kept | None = None,
+    kept: RecordingCache | None = None,
 ) -> Episodes:
     """Record episodes of a policy with exploration noise, corrected by `expert`; every step stores who acted.
 
@@ -113,7 +113,7 @@ def _play(
     *,
     chains: bool = False,
     teacher: Actor[Any] | None = None,
-    kept: Kept | None = None,
+    kept: RecordingCache | None = None,
 ) -> "_Takes":
     """Run episodes as described in `record`; chains: store every denoising chain; teacher: labels every step."""
     spec = world.spec
@@ -161,7 +161,7 @@ def _play(
 
 
 @contextmanager
-def _written(kept: Kept | None) -> Generator[None]:
+def _written(kept: RecordingCache | None) -> Generator[None]:
     """Context that writes pending episodes at the end, including after errors."""
     try:
         yield
@@ -193,7 +193,7 @@ class _Takes:
         seeds: np.ndarray,
         chains: bool,
         teacher: Actor[Any] | None,
-        kept: Kept | None,
+        kept: RecordingCache | None,
     ):
         self.player = player
         self.seeds = seeds
@@ -226,7 +226,7 @@ class _Takes:
                 recording.chains.append(chain_of(played.info.decision, row))
             if self.labels is not None and played.step.valid[row].any():
                 recording.labels.append(clip_if_bounded(spec, self.labels[row]))
-                if isinstance(self.teacher, Foresight):
+                if isinstance(self.teacher, LookaheadController):
                     recording.label_steps.append(int(self.teacher.before_end[row]))
             _append(recording, played.step, done, row, spec)
         self.decided = played.chunk_done
@@ -335,6 +335,6 @@ def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: 
         if takes.teacher is None
         else torch.from_numpy(np.stack([label for item in recordings for label in item.labels])).float(),
         label_steps=torch.tensor([count for item in recordings for count in item.label_steps])
-        if isinstance(takes.teacher, Foresight)
+        if isinstance(takes.teacher, LookaheadController)
         else None,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from robopolicy.core.finite_values import element_names
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import Field
 from robopolicy.doctor.findings import FACTORS, Finding, Health, name_factor
 
@@ -293,7 +294,7 @@ class Score:
     exact: bool
 
 
-Judge = Callable[[Motion], Score]
+ScoreMotion = Callable[[Motion], Score]
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,7 @@ class Explanation:
 
 
 def explain_exactly(
-    motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judge, depth: int = DEPTH
+    motion: Motion, hypotheses: Sequence[Hypothesis], judge: ScoreMotion, depth: int = DEPTH
 ) -> list[Explanation]:
     """Return the simplest explanations that leave no error; several if they explain equally well.
 
@@ -321,7 +322,7 @@ def explain_exactly(
     return []
 
 
-def explain_nearly(motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judge) -> list[Explanation]:
+def explain_nearly(motion: Motion, hypotheses: Sequence[Hypothesis], judge: ScoreMotion) -> list[Explanation]:
     """Return the single convention error whose correction leaves the smallest error; several if they are about equal.
 
     Returns [] unless a correction removes a substantial part of the error.
@@ -333,7 +334,9 @@ def explain_nearly(motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judg
     return _distinct([item for item in likely if item.score.error < RIVAL * likely[0].score.error])
 
 
-def _search(motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judge, depth: int) -> Iterator[list[Explanation]]:
+def _search(
+    motion: Motion, hypotheses: Sequence[Hypothesis], judge: ScoreMotion, depth: int
+) -> Iterator[list[Explanation]]:
     """Yield, for each number of convention errors up to `depth`, the explanations tested."""
     start = Explanation((), motion, judge(motion))
     beam, useful = [start], list(hypotheses)
@@ -369,7 +372,7 @@ def report(explanations: Sequence[Explanation], exactly: str, nearly: str) -> li
     return findings
 
 
-def _mended(partial: Explanation, hypothesis: Hypothesis, judge: Judge) -> Explanation:
+def _mended(partial: Explanation, hypothesis: Hypothesis, judge: ScoreMotion) -> Explanation:
     motion = hypothesis.mend(partial.motion)
     return Explanation((*partial.breaks, hypothesis), motion, judge(motion))
 
@@ -386,3 +389,6 @@ def _distinct(explanations: Sequence[Explanation]) -> list[Explanation]:
 def _same(first: Motion, second: Motion) -> bool:
     pairs = ((first.actions, second.actions), (first.frames, second.frames), (first.known, second.known))
     return all(a.shape == b.shape and np.allclose(a, b, equal_nan=True) for a, b in pairs)
+
+
+keep_former_names(__name__, {"Judge": "ScoreMotion"})

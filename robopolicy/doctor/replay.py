@@ -38,7 +38,7 @@ from robopolicy.doctor.motion import (
 )
 from robopolicy.doctor.needed import explain_needed, needed_actions, only_some, single_actions, solve_step
 from robopolicy.doctor.recording import spikes, stopped_short, truncated
-from robopolicy.doctor.sensors import Recorded, explain_columns, faulty_sensors, mend_spikes, unlike_the_rest
+from robopolicy.doctor.sensors import SensorRecording, despike, explain_columns, faulty_sensors, inconsistent_sensors
 
 REMEDY = "Same initial states, other motion: control rate, substeps, action units or order differ from the recording."
 LABELS = "Correct next.success, or open the world with the success criterion of the recording."
@@ -189,9 +189,9 @@ class Replayer:
         """Exclude elements from all comparisons from now on."""
         self.scale[columns] = np.inf
 
-    def recorded(self, motion: Motion, played: "Played") -> Recorded:
+    def recorded(self, motion: Motion, played: "Played") -> SensorRecording:
         """Combine a motion with the replayed frames for comparison."""
-        return Recorded(motion.frames, played.frames, motion.known, self.scale, self.names)
+        return SensorRecording(motion.frames, played.frames, motion.known, self.scale, self.names)
 
     def errors(self, motion: Motion, played: Played) -> np.ndarray:
         """Return |played - recorded| in standard deviations, [E, T + 1, S]; 0 where the recording is not known."""
@@ -275,7 +275,7 @@ def _without_spikes(replayer: Replayer, played: Played) -> tuple[list[Finding], 
         is not None
     ):
         return [], motion
-    findings, frames = mend_spikes(replayer.recorded(motion, played))
+    findings, frames = despike(replayer.recorded(motion, played))
     return findings, replace(motion, frames=frames)
 
 
@@ -328,7 +328,7 @@ def _check_columns(replayer: Replayer, motion: Motion, errors: np.ndarray) -> tu
         if replayer.judge(shift.mend(window)).exact:
             reason = "the world reaches the first frame later"
             return [Finding(shift.check, Health.BAD, f"{shift.text}: {reason}", shift.remedy)], shift.mend(motion)
-    findings, faulty_columns = unlike_the_rest(replayer.recorded(motion, full_replay))
+    findings, faulty_columns = inconsistent_sensors(replayer.recorded(motion, full_replay))
     if faulty_columns:
         replayer.ignore(faulty_columns)
         return findings, motion

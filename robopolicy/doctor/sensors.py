@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from robopolicy.core.finite_values import join_names
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.doctor.findings import Finding, Health, name_factor
 
 SPIKE, BRIEF = 0.2, 3
@@ -23,7 +24,7 @@ REMEDY = "This element was not measured at the time of its frame: check the sens
 
 
 @dataclass(frozen=True)
-class Recorded:
+class SensorRecording:
     """Recorded frames and the world's frames for the same actions.
 
     frames, shown: [E, T + 1, S]; known: [E, T + 1] bool, frames to compare; scale: [S] standard deviations; names: of
@@ -42,7 +43,7 @@ class Recorded:
         return np.where(self.known[..., None], np.abs(self.shown - self.frames) / self.scale, 0.0)
 
 
-def mend_spikes(recorded: Recorded) -> tuple[list[Finding], np.ndarray]:
+def despike(recorded: SensorRecording) -> tuple[list[Finding], np.ndarray]:
     """Find elements that leave the world's motion for a few frames and return to it; also return despiked frames.
 
     A motion that continues undisturbed is not caused by an action. Late elements look alike if they seldom move; those
@@ -71,7 +72,7 @@ def mend_spikes(recorded: Recorded) -> tuple[list[Finding], np.ndarray]:
     return [Finding("spikes", Health.BAD, text, remedy)], frames
 
 
-def faulty_sensors(recorded: Recorded) -> tuple[list[Finding], list[int]]:
+def faulty_sensors(recorded: SensorRecording) -> tuple[list[Finding], list[int]]:
     """Find dead, late and stuck elements; return findings and the indices of the elements, which cannot be corrected.
 
     An element is dead if the data contains one value where the world has different initial values. All other faults
@@ -110,7 +111,7 @@ def faulty_sensors(recorded: Recorded) -> tuple[list[Finding], list[int]]:
     return findings, columns
 
 
-def unlike_the_rest(recorded: Recorded) -> tuple[list[Finding], list[int]]:
+def inconsistent_sensors(recorded: SensorRecording) -> tuple[list[Finding], list[int]]:
     """Report elements with unexplained differences, when at least as many other moving elements agree."""
     agrees, moves = _agreement(recorded), _moving(recorded)
     differing = np.flatnonzero(~agrees)
@@ -125,7 +126,7 @@ def unlike_the_rest(recorded: Recorded) -> tuple[list[Finding], list[int]]:
     return [Finding("inconsistent sensor", Health.BAD, text, remedy)], differing.tolist()
 
 
-def _agreement(recorded: Recorded) -> np.ndarray:
+def _agreement(recorded: SensorRecording) -> np.ndarray:
     """Return [S] bool: elements that agree with the world in nearly every frame."""
     valid = recorded.known
     first = np.zeros_like(valid)
@@ -136,14 +137,14 @@ def _agreement(recorded: Recorded) -> np.ndarray:
     return np.array([near(x[:, i], y[:, i], recorded.scale[i], start) for i in range(x.shape[1])], dtype=bool)
 
 
-def _moving(recorded: Recorded) -> np.ndarray:
+def _moving(recorded: SensorRecording) -> np.ndarray:
     """Return [S] bool: elements that move within episodes of the world, by more than rounding."""
     world_frames = np.where(recorded.known[..., None], recorded.shown, recorded.shown[:, :1])
     spread = np.maximum(world_frames.reshape(-1, world_frames.shape[-1]).std(0), 1e-6)
     return (np.ptp(world_frames, axis=1) > 10 * TOLERANCE * spread).any(0)
 
 
-def _late(recorded: Recorded, column: int) -> int:
+def _late(recorded: SensorRecording, column: int) -> int:
     """Return the number of steps by which an element [E, T + 1] lags the world's, 0 if it does not or never differs."""
     if not (recorded.error[..., column] >= TOLERANCE).any():
         return 0
@@ -151,7 +152,7 @@ def _late(recorded: Recorded, column: int) -> int:
     return next((steps for steps in delays if _follows(recorded, column, steps)), 0)
 
 
-def _follows(recorded: Recorded, column: int, steps: int) -> bool:
+def _follows(recorded: SensorRecording, column: int, steps: int) -> bool:
     """Whether an element shows, in nearly every frame, the world's value `steps` frames earlier."""
     x, y = recorded.frames[..., column], recorded.shown[..., column]
     earlier = np.concatenate([np.repeat(y[:, :1], steps, axis=1), y[:, :-steps]], axis=1)
@@ -159,13 +160,13 @@ def _follows(recorded: Recorded, column: int, steps: int) -> bool:
     return float(is_near[recorded.known].mean()) > 0.98
 
 
-def _all_late(recorded: Recorded, delays: dict[int, int]) -> bool:
+def _all_late(recorded: SensorRecording, delays: dict[int, int]) -> bool:
     """Whether everything that moves has the same lag: then frames and actions are shifted, and no sensor is faulty."""
     distinct_delays = set(delays.values()) - {0}
     return len(distinct_delays) == 1 and all(_follows(recorded, column, min(distinct_delays)) for column in delays)
 
 
-def _stuck(recorded: Recorded, column: int) -> bool:
+def _stuck(recorded: SensorRecording, column: int) -> bool:
     """Whether an element repeats its last value in nearly every frame in which it differs from the world's."""
     x = recorded.frames[..., column]
     y = recorded.shown[..., column]
@@ -320,3 +321,8 @@ def near(x: np.ndarray, y: np.ndarray, scale: float, first: np.ndarray) -> bool:
     error = np.abs(x - y) / scale
     parts = [error, error[first]] if first.any() else [error]
     return all(np.quantile(part, 0.9) < TOLERANCE for part in parts)
+
+
+keep_former_names(
+    __name__, {"mend_spikes": "despike", "unlike_the_rest": "inconsistent_sensors", "Recorded": "SensorRecording"}
+)

@@ -16,13 +16,14 @@ import numpy as np
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import DataError
-from robopolicy.evaluation.gate import judged
+from robopolicy.core.former_names import keep_former_names
+from robopolicy.evaluation.gate import evaluator_result
 from robopolicy.evaluation.intervals import percentile_interval
 from robopolicy.evaluation.ranking import spearman
 
 
 @dataclass(frozen=True)
-class JudgeScore:
+class EvaluatorScore:
     """Quality measures of an evaluator.
 
     spearman: with its bootstrap interval over policies, NaN for three policies or if most resamples leave it undefined;
@@ -51,7 +52,7 @@ class JudgeScore:
         return asdict(self)
 
 
-def score_judge(
+def score_evaluator(
     judge: str,
     truth: Array,
     found: Array,
@@ -63,7 +64,7 @@ def score_judge(
     comparable: bool = True,
     resamples: int = 1000,
     ceiling: float | None = None,
-) -> JudgeScore:
+) -> EvaluatorScore:
     """Score an evaluator's values `found` [k, S] of k policies with true values `truth` [k].
 
     threshold: a candidate is good if its true value exceeds the incumbent's by more than this; margin, relative,
@@ -89,11 +90,11 @@ def score_judge(
     is_better = np.array([truth[first] - truth[other] > threshold for first, other in pairs])
     let = np.array(
         [
-            judged(judge, found[first], found[other], margin, relative, confidence, ceiling).better
+            evaluator_result(judge, found[first], found[other], margin, relative, confidence, ceiling).better
             for first, other in pairs
         ]
     )
-    return JudgeScore(
+    return EvaluatorScore(
         judge=judge,
         policies=count,
         spearman=float(spearman(truth, means)),
@@ -109,7 +110,7 @@ def score_judge(
     )
 
 
-def best_judge(scores: Mapping[str, JudgeScore], allowed: float = 0.05) -> str | None:
+def best_evaluator(scores: Mapping[str, EvaluatorScore], allowed: float = 0.05) -> str | None:
     """Return the evaluator to use: of those with at most `allowed` false accepts, the one with the fewest false
     rejects.
 
@@ -123,3 +124,8 @@ def best_judge(scores: Mapping[str, JudgeScore], allowed: float = 0.05) -> str |
 
 def _share(what: Array, among: Array) -> float:
     return float(what[among].mean()) if among.any() else math.nan
+
+
+keep_former_names(
+    __name__, {"JudgeScore": "EvaluatorScore", "score_judge": "score_evaluator", "best_judge": "best_evaluator"}
+)

@@ -32,7 +32,7 @@ from robopolicy.core.randomness import uniform
 from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows, World
 from robopolicy.evaluation.intervals import wilson_bound
-from robopolicy.evaluation.waves import play_wave
+from robopolicy.evaluation.waves import play_episode_batch
 
 SHARES = np.linspace(0.0, 1.0, 101)
 """Candidate probabilities of the tuned policy."""
@@ -220,7 +220,7 @@ def deploy(
         wave = seeds[start : start + world.batch_size]
         share = 1.0 if deployment is None else deployment.choose()
         mixed = MixedPolicy(base, tuned, share, coin)
-        wave_result = play_wave(world, mixed, wave, seed, device=device)
+        wave_result = play_episode_batch(world, mixed, wave, seed, device=device)
         if deployment is not None:
             deployment.tell(share, *_thrown(mixed, wave_result.lengths), wave_result.success.tolist())
         shares += [share] * len(wave)
@@ -245,7 +245,7 @@ def known_base(
     totals: dict[str, list[Any]] = {"heads": [], "coins": [], "success": []}
     for start in range(0, len(seeds), world.batch_size):
         base_policy = MixedPolicy(base, base, 0.0, coin)
-        wave = play_wave(world, base_policy, seeds[start : start + world.batch_size], seed, device=device)
+        wave = play_episode_batch(world, base_policy, seeds[start : start + world.batch_size], seed, device=device)
         heads, coins = _thrown(base_policy, wave.lengths)
         for name, values in (("heads", heads), ("coins", coins), ("success", wave.success.tolist())):
             totals[name] += values

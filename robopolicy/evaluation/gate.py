@@ -18,11 +18,12 @@ import numpy as np
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Policy
 from robopolicy.evaluation.intervals import mean_interval
 
 
-class Judge(Protocol):
+class Evaluator(Protocol):
     """Off-policy evaluator: estimates a policy's value per initial state, without playing it in the real world.
 
     name: description for the log; independent: whether it was not used to train the candidates. An evaluator with a
@@ -42,7 +43,7 @@ class Judge(Protocol):
 
 
 @dataclass(frozen=True)
-class Judgement:
+class EvaluatorResult:
     """Result of one evaluator: means over its initial states, their difference, and lower and upper bounds of the
     difference.
 
@@ -96,7 +97,7 @@ class GateResult:
     """
 
     accepted: bool
-    judgements: tuple[Judgement, ...]
+    judgements: tuple[EvaluatorResult, ...]
     reasons: tuple[str, ...]
     env_steps: int = 0
     clipped: tuple[float, ...] = ()
@@ -125,7 +126,7 @@ class Gate:
     """
 
     def __init__(
-        self, judges: Sequence[Judge], *, margin: float = 0.0, relative: float = 0.0, confidence: float = 0.95
+        self, judges: Sequence[Evaluator], *, margin: float = 0.0, relative: float = 0.0, confidence: float = 0.95
     ):
         if not judges:
             raise ConfigError("A gate needs an evaluator: a world model, or a critic trained on held-out data.")
@@ -150,7 +151,7 @@ class Gate:
         """
         before, fit_counts = _trials(self.judges), [len(_clipped(judge)) for judge in self.judges]
         judgements = [
-            judged(
+            evaluator_result(
                 judge.name,
                 judge.values(candidate),
                 judge.values(incumbent),
@@ -172,7 +173,7 @@ class Gate:
         )
 
 
-def judged(
+def evaluator_result(
     judge: str,
     candidate: Array,
     incumbent: Array,
@@ -180,7 +181,7 @@ def judged(
     relative: float = 0.0,
     confidence: float = 0.95,
     ceiling: float | None = None,
-) -> Judgement:
+) -> EvaluatorResult:
     """Compare paired values [S] of two policies from the same S initial states.
 
     ceiling: the highest credible mean value. Raises DataError unless the values pair, are finite and at least two.
@@ -198,7 +199,7 @@ def judged(
     difference = candidate - incumbent
     mean, error = float(difference.mean()), float(difference.std(ddof=1)) / math.sqrt(len(difference))
     half = float(stdtrit(len(difference) - 1, 0.5 + confidence / 2)) * error
-    return Judgement(
+    return EvaluatorResult(
         judge=judge,
         starts=len(difference),
         candidate=float(candidate.mean()),
@@ -212,22 +213,22 @@ def judged(
     )
 
 
-def ceiling_of(judge: Judge) -> float | None:
+def ceiling_of(judge: Evaluator) -> float | None:
     """Return the highest mean value that an evaluator's data makes credible, None if it declares none."""
     return getattr(judge, "ceiling", None)
 
 
-def _trials(judges: Sequence[Judge]) -> int:
+def _trials(judges: Sequence[Evaluator]) -> int:
     """Return the number of control steps that evaluators have played in the world so far."""
     return sum(int(getattr(judge, "env_steps", 0)) for judge in judges)
 
 
-def _clipped(judge: Judge) -> Sequence[float]:
-    """Return the clipped fractions of an evaluator that fits critics; see `FittedJudge`."""
+def _clipped(judge: Evaluator) -> Sequence[float]:
+    """Return the clipped fractions of an evaluator that fits critics; see `FqeEvaluator`."""
     return getattr(judge, "clipped", ())
 
 
-def _reason(found: Judgement) -> str:
+def _reason(found: EvaluatorResult) -> str:
     if found.better:
         return found.text
     if not found.credible and found.low > found.margin:
@@ -238,3 +239,6 @@ def _reason(found: Judgement) -> str:
     if found.margin and found.low > 0:
         return f"{found.text}: better, but by less than the margin of {found.margin:.3g}"
     return f"{found.text}: {'worse' if max(found.bootstrap[1], found.student[1]) < 0 else 'not significantly better'}"
+
+
+keep_former_names(__name__, {"Judge": "Evaluator", "Judgement": "EvaluatorResult", "judged": "evaluator_result"})

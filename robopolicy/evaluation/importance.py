@@ -20,6 +20,7 @@ from torch import Tensor
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, SpecError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import MatchingLikelihood, Policy, ScoredPolicy
 from robopolicy.core.steps import ACTIONS_COMPARED, require_own_actions
 from robopolicy.data.chains import Chains
@@ -212,3 +213,6 @@ def _table(episodes: Episodes, step: Tensor, values: Tensor) -> Tensor:
 def effective_text(counts: Sequence[float]) -> str:
     """Text for logs: the effective number of episodes for each evaluated policy."""
     return ", ".join(f"{count:.0f}" for count in counts)
+
+
+keep_former_names(__name__, {"ImportanceJudge": "ImportanceEvaluator"})

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.spec import TASK, PolicySpec, WorldSpec
 from robopolicy.core.world import Rows
@@ -125,7 +126,7 @@ def controls_of(world: WorldSpec, asked: Sequence[str] | None) -> tuple[str, ...
     return tuple(name for name in possible if possible[name]) if asked is None else tuple(asked)
 
 
-def judge_controls(
+def evaluate_controls(
     policy: Policy,
     world: WorldSpec,
     names: Sequence[str],
@@ -146,3 +147,6 @@ def judge_controls(
         except SpecError as error:
             results[name] = Control(None, beside, str(error))
     return results
+
+
+keep_former_names(__name__, {"judge_controls": "evaluate_controls"})

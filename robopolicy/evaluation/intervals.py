@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import DataError
+from robopolicy.core.former_names import keep_former_names
 
 
 def wilson(successes: int, episodes: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -46,7 +47,7 @@ def wilson_bound(rates: np.ndarray, episodes: np.ndarray, confidence: float = 0.
     return np.maximum(0.0, (rates + share / 2 - spread) / (1 + share))
 
 
-def shown(value: float | None, form: str) -> str:
+def plus_minus(value: float | None, form: str) -> str:
     """Format a number with `form` (".2f"); "-" if it is undefined: None or NaN."""
     return "-" if value is None or math.isnan(value) else format(value, form)
 
@@ -183,3 +184,6 @@ def _newcombe(both: int, improved: int, worsened: int, neither: int, confidence:
 def _check_confidence(confidence: float) -> None:
     if not 0 < confidence < 1:
         raise DataError(f"confidence={confidence} must lie between 0 and 1, for example 0.95.")
+
+
+keep_former_names(__name__, {"shown": "plus_minus"})

@@ -17,6 +17,7 @@ from torch import Tensor
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import EpisodeGenerator, derive_seed
@@ -29,7 +30,7 @@ from robopolicy.rl.offline.fqe import FittedQ, FqeConfig, fit_q
 from robopolicy.rl.offline.interface import Interface
 
 
-class ModelReturn:
+class ModelEvaluator:
     """Evaluator that plays a policy in a world model: success (or return) of one episode per seed.
 
     world: an imagined world, or the real one with `trials`, for a short online phase; seeds: [S] of its initial states;
@@ -131,7 +132,7 @@ def highest_credible(episodes: Episodes, discount: float) -> float:
     return float(quantile(returns[cpu_episodes.success], 0.9))
 
 
-class FittedJudge:
+class FqeEvaluator:
     """Evaluator that fits a critic to the policy (FQE) on data not used in training, and averages it over the initial
     states.
 
@@ -143,7 +144,7 @@ class FittedJudge:
 
     def __init__(
         self,
-        data: Recorded,
+        data: RecordedDecisions,
         config: FqeConfig,
         *,
         deterministic: bool = True,
@@ -190,7 +191,7 @@ class ActionValues(Protocol):
         ...
 
 
-class CriticJudge:
+class CriticEvaluator:
     """Evaluator that averages Q of the policy's actions at recorded observations, or along imagined rollouts (AM-Q).
 
     critic: the minimum over its members is used. world, seeds, decisions: an imagined world to roll the policy out in,
@@ -201,7 +202,7 @@ class CriticJudge:
     def __init__(
         self,
         critic: ActionValues,
-        data: Recorded,
+        data: RecordedDecisions,
         *,
         world: World | None = None,
         seeds: Array | None = None,
@@ -259,3 +260,14 @@ class CriticJudge:
                     break
             values[first : first + len(part)] = (total / np.maximum(count, 1))[: len(part)]
         return values
+
+
+keep_former_names(
+    __name__,
+    {
+        "FittedJudge": "FqeEvaluator",
+        "CriticJudge": "CriticEvaluator",
+        "ModelReturn": "ModelEvaluator",
+        "Recorded": "RecordedDecisions",
+    },
+)

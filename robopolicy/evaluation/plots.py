@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.evaluation.intervals import wilson
 
@@ -105,7 +106,7 @@ def imagined_and_real(records: Sequence[Mapping]) -> str:
         return as_svg(figure)
 
 
-def taught_curve(records: Sequence[Mapping]) -> str:
+def teaching_curve(records: Sequence[Mapping]) -> str:
     """Plot a DAgger student's success, with Wilson intervals, against the steps played before.
 
     records: of rounds in which the student played, with `steps`, `played_steps`, `student_episodes`,
@@ -195,7 +196,7 @@ def swept_settings(
         return as_svg(figure)
 
 
-def ways_of_deciding(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> str:
+def inference_methods(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> str:
     """Plot the minimum milliseconds per policy call of every inference method, one row each, on a logarithmic axis; see
     `ways.way_rows`.
     """
@@ -504,3 +505,6 @@ def value_curves(runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) ->
         axes.set(xlabel="epoch", ylabel="value")
         axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
         return as_svg(figure)
+
+
+keep_former_names(__name__, {"ways_of_deciding": "inference_methods", "taught_curve": "teaching_curve"})

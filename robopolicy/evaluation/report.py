@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from robopolicy.core.errors import DataError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.machine import in_bytes
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_errors, read_object, read_text, write_atomic, write_json
 from robopolicy.evaluation import plots
-from robopolicy.evaluation.intervals import shown
+from robopolicy.evaluation.intervals import plus_minus
 from robopolicy.evaluation.plots import Rate
 from robopolicy.evaluation.tables import STAGES, control_table, instruction_table, stage_rows, way_rows, ways_header
 
@@ -157,7 +158,7 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any], addre
     _add_gate(report, result)
     if "deployed" in result:
         _add_deployment(report, result["deployed"])
-    report.sections += film(folder.path, address)
+    report.sections += embedded_video(folder.path, address)
     if "improve" in result:
         _add_improvement(report, result["improve"], address)
 
@@ -172,7 +173,7 @@ def _add_conditions(report: Report, result: Mapping[str, Any]) -> None:
 
     smooth = {
         f"{name}, {mode}": Smoothness.told(figures)
-        for name, verdict in verdicts_in(result).items()
+        for name, verdict in evaluations_in(result).items()
         for mode, figures in verdict.get("smoothness", {}).items()
     }
     rows = [
@@ -207,7 +208,7 @@ def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
 
 def _add_language(report: Report, result: Mapping[str, Any]) -> None:
     """Add success by instruction and under the language controls, if the world has several instructions."""
-    table = instruction_table(judged_in(result))
+    table = instruction_table(evaluated_policies_in(result))
     if table is not None:
         caption = "Success with Wilson 95 % intervals, over the episodes with this instruction."
         report.sections.append(Section("Success by instruction", caption, header=table[0], rows=table[1]))
@@ -278,7 +279,7 @@ def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any], addr
     report.sections.append(Section("Success in the simulator", caption, svg=plots.success_bars(rates)))
     runs = {path.parent.parent.name: RunFolder(path) for path in folder.path.glob("*/*/*") if path.is_dir()}
     if "finetune" in runs:
-        report.sections += film(runs["finetune"].path, address)
+        report.sections += embedded_video(runs["finetune"].path, address)
         _add_curves(report, runs["finetune"].metrics(), _base_rate(finetuning))
     _add_rankings(report, ranked["models"])
     _add_validation(report, result["worldmodel"]["validation"])
@@ -322,7 +323,7 @@ def _add_improvement(report: Report, improvement: Mapping[str, Any], address: Ca
         if stage["verb"] == "finetune" and path.is_dir():
             _add_curves(report, RunFolder(path).metrics(), _base_rate(improvement))
         elif stage["name"] == "result":
-            report.sections += film(path, address)
+            report.sections += embedded_video(path, address)
     rows = [
         [stage["name"], stage["verb"], *(f"{stage.get(key, 0.0):.0f}" for key in TIMES), f"{stage['env_steps']:,}"]
         for stage in improvement["stages"]
@@ -359,7 +360,7 @@ def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate
             "Success of the episodes that the student played (with exploration noise) before it trained on the "
             "round's data; Wilson 95 % intervals. The last round trains longest, and its result is evaluated above."
         )
-        report.sections.append(Section("Success by round", caption, svg=plots.taught_curve(student_records)))
+        report.sections.append(Section("Success by round", caption, svg=plots.teaching_curve(student_records)))
     if len(fitting) > 1:
         report.sections.append(Section("Training losses", svg=plots.loss_curves(fitting)))
 
@@ -367,9 +368,9 @@ def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate
 def _add_validation(report: Report, validation: Mapping[str, Any]) -> None:
     success = validation["success"]
     rows = [
-        ["reward error (fraction of variance)", shown(validation["reward_error"], ".3f")],
-        ["success head: precision", shown(success["precision"], ".2f")],
-        ["success head: recall", shown(success["recall"], ".2f")],
+        ["reward error (fraction of variance)", plus_minus(validation["reward_error"], ".3f")],
+        ["success head: precision", plus_minus(success["precision"], ".2f")],
+        ["success head: recall", plus_minus(success["recall"], ".2f")],
     ]
     caption = f"On {validation['steps']} held-out steps."
     report.sections.append(Section("World model on held-out episodes", caption, header=("figure", "value"), rows=rows))
@@ -425,7 +426,7 @@ def embedded(video: Path) -> str:
     return f"data:video/mp4;base64,{base64.b64encode(video.read_bytes()).decode()}"
 
 
-def film(path: Path, address: Callable[[Path], str] = embedded) -> list[Section]:
+def embedded_video(path: Path, address: Callable[[Path], str] = embedded) -> list[Section]:
     """Return one section per video in a folder; address: returns the URL of a video."""
     sections = []
     for video in sorted(path.glob("*.mp4")):
@@ -442,7 +443,11 @@ def film(path: Path, address: Callable[[Path], str] = embedded) -> list[Section]
 
 def rates_in(result: Mapping[str, Any]) -> list[Rate]:
     """Return the success rates of every evaluated policy, both modes."""
-    return [_rate(label, metrics) for label, metrics in judged_in(result) if metrics.get("reports_success", True)]
+    return [
+        _rate(label, metrics)
+        for label, metrics in evaluated_policies_in(result)
+        if metrics.get("reports_success", True)
+    ]
 
 
 def _rate(label: str, judged: Mapping[str, Any]) -> Rate:
@@ -464,22 +469,22 @@ def _return_cards(result: Mapping[str, Any]) -> list[Card]:
             f"{metrics['return_mean']:.4g}",
             f"{metrics['return_low']:.4g} to {metrics['return_high']:.4g}, no success reported",
         )
-        for label, metrics in judged_in(result)
+        for label, metrics in evaluated_policies_in(result)
         if not metrics.get("reports_success", True)
     ]
 
 
-def verdicts_in(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def evaluations_in(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the evaluation results of every policy by name."""
     verdicts = {name: result[name] for name in JUDGED if isinstance(result.get(name), Mapping)}
     return {**verdicts, **result.get("verdicts", {})}
 
 
-def judged_in(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def evaluated_policies_in(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Return ("policy, mode", metrics) for every evaluation in the result."""
     return [
         (f"{name}, {mode}", verdict[mode])
-        for name, verdict in verdicts_in(result).items()
+        for name, verdict in evaluations_in(result).items()
         for mode in ("deterministic", "stochastic")
         if mode in verdict
     ]
@@ -512,3 +517,8 @@ def _subtitle(path: Path) -> str:
         if name in information["packages"]
     )
     return f"seed {information['seed']} · {names} · Python {information['python']}"
+
+
+keep_former_names(
+    __name__, {"verdicts_in": "evaluations_in", "judged_in": "evaluated_policies_in", "film": "embedded_video"}
+)

@@ -54,7 +54,7 @@ class Smoothness:
 
 
 class SmoothnessMeter:
-    """Measures smoothness while episodes are played (`evaluation.waves.play_wave`).
+    """Measures smoothness while episodes are played (`evaluation.waves.play_episode_batch`).
 
     seams: positions in each chunk where another chunk takes over; start: control steps at the beginning of an episode
     whose jumps are not counted, since the robot starts to move (second differences and jerk count from the first);

@@ -2,8 +2,8 @@
 
 Reproducibility comes before speed. An outcome depends only on the policy, the episode's seed, the noise seed and the
 mode, never on the world's batch size, the batch of episodes or other rows, because all random numbers belong to the
-episode (see `waves`). Equal settings repeat bit for bit; with another batch size the last digits of returns may round
-differently.
+episode (see `episode_batches`). Equal settings repeat bit for bit; with another batch size the last digits of returns
+may round differently.
 """
 
 import time
@@ -17,6 +17,7 @@ import torch
 
 from robopolicy.core.action_bounds import OutsideBounds
 from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.player import PlayedStep
 from robopolicy.core.policy import Policy
 from robopolicy.core.progress import progress
@@ -30,7 +31,7 @@ from robopolicy.evaluation.intervals import (
     wilson,
 )
 from robopolicy.evaluation.smoothness import Smoothness, SmoothnessMeter
-from robopolicy.evaluation.waves import KeptWaves, Players, Wave, play_wave, waves
+from robopolicy.evaluation.waves import BatchPlayer, EpisodeBatch, SavedBatches, episode_batches, play_episode_batch
 
 
 @dataclass(frozen=True)
@@ -185,25 +186,25 @@ def evaluate_policy(
     confidence: float = 0.95,
     label: str = "evaluate",
     watch: Callable[[PlayedStep[object] | None], None] | None = None,
-    kept: KeptWaves | None = None,
-    players: Players | None = None,
+    kept: SavedBatches | None = None,
+    players: BatchPlayer | None = None,
 ) -> EvaluationResult:
     """Play one episode per seed [E] and return every outcome.
 
     deterministic: act without exploration noise (a denoising policy's initial noise remains); generator_seed: of the
     noise, which belongs to the episodes; device: device of the policy; label: text of the progress bar, and this
-    evaluation's name in `kept`, which provides batches played before and stores new ones; watch: see `play_wave`;
-    players: plays the same policy in the same world on workers, with equal outcomes, unless there is a `watch`.
-    Raises ConfigError for no or repeated seeds, SpecError when the policy and the world do not fit.
+    evaluation's name in `kept`, which provides batches played before and stores new ones; watch: see
+    `play_episode_batch`; players: plays the same policy in the same world on workers, with equal outcomes, unless there
+    is a `watch`. Raises ConfigError for no or repeated seeds, SpecError when the policy and the world do not fit.
     """
     seeds = _distinct(seeds)
     success, truncated = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
     has_instructions, instructions = len(world.spec.goals) > 1, np.full(len(seeds), "", dtype=object)
     outside_bounds = OutsideBounds(world.spec)
-    batches = list(waves(seeds, world.batch_size))
+    batches = list(episode_batches(seeds, world.batch_size))
 
-    def new(places: Sequence[int]) -> Iterator[tuple[int, Wave, float]]:
+    def new(places: Sequence[int]) -> Iterator[tuple[int, EpisodeBatch, float]]:
         parts = [seeds[batches[place]] for place in places]
         if players is not None and watch is None:
             return players.play(parts, generator_seed, deterministic)
@@ -258,11 +259,11 @@ def _distinct(seeds: Sequence[int] | np.ndarray) -> np.ndarray:
 
 def _here(
     world: World, policy: Policy | Controller, batches: Sequence[np.ndarray], noise_seed: int, **options: Any
-) -> Iterator[tuple[int, Wave, float]]:
-    """Play batches of seeds [n] in this process, as `Players.play`; options: of `play_wave`."""
+) -> Iterator[tuple[int, EpisodeBatch, float]]:
+    """Play batches of seeds [n] in this process, as `BatchPlayer.play`; options: of `play_episode_batch`."""
     for place, batch in enumerate(batches):
         start = time.perf_counter()
-        wave = play_wave(world, policy, batch, noise_seed, **options)
+        wave = play_episode_batch(world, policy, batch, noise_seed, **options)
         yield place, wave, time.perf_counter() - start
 
 
@@ -292,7 +293,7 @@ def compare(base: EvaluationResult, tuned: EvaluationResult) -> PairedComparison
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PolicyEvaluation:
     """Evaluation of one policy in one world, without and with exploration noise on the same seeds.
 
     smoothness: smoothness of each mode, by its name, if measured.
@@ -309,7 +310,7 @@ class Verdict:
         return {**results, "smoothness": smoothness} if smoothness else results
 
 
-def judge(
+def evaluate_both_modes(
     world: World,
     policy: Policy,
     seeds: np.ndarray,
@@ -318,9 +319,9 @@ def judge(
     label: str,
     *,
     meter: Callable[[], SmoothnessMeter] | None = None,
-    kept: KeptWaves | None = None,
-    players: Players | None = None,
-) -> Verdict:
+    kept: SavedBatches | None = None,
+    players: BatchPlayer | None = None,
+) -> PolicyEvaluation:
     """Evaluate `policy`, in the form that acts in `world`, on `seeds` [E], deterministic and stochastic.
 
     meter: creates smoothness meters; they need all actions, so nothing is then taken from `kept` or played by
@@ -347,13 +348,16 @@ def judge(
             smoothness[kind] = watch.measured()
         return evaluation
 
-    return Verdict(result(True), result(False), smoothness)
+    return PolicyEvaluation(result(True), result(False), smoothness)
 
 
-def compared(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
+def compared(verdicts: Mapping[str, PolicyEvaluation]) -> dict[str, Any]:
     """Return every result by name and, as "difference", the paired comparison of the last with the first, without
     noise.
     """
     first, *_, last = verdicts.values()
     difference = compare(first.deterministic, last.deterministic)
     return {**{name: each.to_json() for name, each in verdicts.items()}, "difference": difference.to_json()}
+
+
+keep_former_names(__name__, {"Verdict": "PolicyEvaluation", "judge": "evaluate_both_modes"})

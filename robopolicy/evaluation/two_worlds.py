@@ -6,12 +6,13 @@ import numpy as np
 import torch
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Policy
 from robopolicy.core.world import World
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
 
 
-class TwoWorlds:
+class SimVsImagined:
     """Measures success in the world model and in the real world, from the same initial states.
 
     seeds: episodes in imagination; watched: the subset also played in the real world, possibly empty; gap: divergence
@@ -87,3 +88,6 @@ class TwoWorlds:
         gap = imagined.score - real.score
         beyond = real.reports_success and self.gap is not None and gap > self.gap
         return {"gap": gap, "parted": float(beyond and imagined.interval[0] > real.interval[1])}
+
+
+keep_former_names(__name__, {"TwoWorlds": "SimVsImagined"})

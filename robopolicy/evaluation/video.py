@@ -23,7 +23,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.storage import storage_errors, write_atomic
 from robopolicy.core.world import Controller, Renders, Step, World
-from robopolicy.evaluation.waves import play_wave, waves
+from robopolicy.evaluation.waves import episode_batches, play_episode_batch
 
 BACKGROUND = (22, 27, 34)
 TEXT = (230, 234, 240)
@@ -89,8 +89,8 @@ def record_grid(
     if len(seeds) == 0 or columns < 1 or every < 1 or size < 16:
         raise ConfigError("A video needs seeds, columns >= 1, every >= 1 and size >= 16 pixels.")
     cells = [_Cell([]) for _ in seeds]
-    for index in waves(seeds, world.batch_size):
-        wave = play_wave(
+    for index in episode_batches(seeds, world.batch_size):
+        wave = play_episode_batch(
             world,
             policy,
             seeds[index],

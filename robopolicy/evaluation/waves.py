@@ -18,6 +18,7 @@ import torch
 
 from robopolicy.core.action_bounds import OutsideBounds
 from robopolicy.core.errors import SpecError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.player import PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import NOISE_VERSION, EpisodeGenerator
@@ -27,7 +28,7 @@ from robopolicy.core.world import Controller, Step, World
 
 
 @dataclass(frozen=True)
-class Wave:
+class EpisodeBatch:
     """Outcomes of n episodes, each [n]: success, cut (imagination truncated early) bool; returns; lengths in steps; the
     instructions, as the world gave them; outside: [1 + A] counts of actions beyond the bounds, see
     `OutsideBounds.counts`, None if not counted.
@@ -41,7 +42,7 @@ class Wave:
     outside: np.ndarray | None = None
 
 
-def waves(seeds: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
+def episode_batches(seeds: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
     """Yield indices into `seeds`, at most `batch_size` at a time, in the order of the seeds' values.
 
     The order in which a caller lists seeds therefore does not affect any episode.
@@ -51,7 +52,7 @@ def waves(seeds: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
         yield order[start : start + batch_size]
 
 
-def play_wave(
+def play_episode_batch(
     world: World,
     policy: Policy | Controller,
     seeds: np.ndarray,
@@ -61,7 +62,7 @@ def play_wave(
     device: torch.device | str = "cpu",
     after_step: Callable[[Step | None], None] | None = None,
     watch: Callable[[PlayedStep[object] | None], None] | None = None,
-) -> Wave:
+) -> EpisodeBatch:
     """Play one episode per seed, [n <= B], until all have ended.
 
     A policy's noise depends on `noise_seed` and the episode's seed (see `EpisodeGenerator`): two policies get the same
@@ -101,7 +102,7 @@ def play_wave(
     truncated = np.zeros(rows, dtype=bool)
     if step.horizon_end is not None:
         truncated = step.horizon_end & ~step.terminated & ~step.truncated
-    return Wave(
+    return EpisodeBatch(
         step.success[:count].copy(),
         returns[:count],
         lengths[:count],
@@ -111,17 +112,17 @@ def play_wave(
     )
 
 
-class Players(Protocol):
+class BatchPlayer(Protocol):
     """Plays batches of one policy in one world elsewhere, on workers."""
 
     def play(
         self, batches: Sequence[np.ndarray], noise_seed: int, deterministic: bool
-    ) -> Iterator[tuple[int, Wave, float]]:
+    ) -> Iterator[tuple[int, EpisodeBatch, float]]:
         """Yield place in `batches`, outcomes and seconds of every batch of seeds [n], in any order."""
         ...
 
 
-class KeptWaves:
+class SavedBatches:
     """Saved batches of an evaluation in one file of JSON lines: its description, then one batch per line.
 
     of: everything that the outcomes depend on, JSON-serialisable; batches saved under another description are dropped.
@@ -130,7 +131,7 @@ class KeptWaves:
     def __init__(self, path: Path, of: Mapping[str, Any]):
         self.path = path
         of = {**of, "noise": NOISE_VERSION}
-        self._known: dict[str, tuple[Wave, float]] = {}
+        self._known: dict[str, tuple[EpisodeBatch, float]] = {}
         records = read_json_lines(path)
         if records and records[0] == of:
             with reading(path, "Delete it: the episodes are then played again"):
@@ -143,11 +144,11 @@ class KeptWaves:
         """Number of episodes played before this process."""
         return sum(len(wave.success) for wave, _ in self._known.values())
 
-    def known(self, name: str, seeds: np.ndarray) -> tuple[Wave, float] | None:
+    def known(self, name: str, seeds: np.ndarray) -> tuple[EpisodeBatch, float] | None:
         """Return a saved batch of the evaluation `name` on these seeds [n] and its seconds; None if there is none."""
         return self._known.get(_key(name, seeds))
 
-    def keep(self, name: str, seeds: np.ndarray, wave: Wave, seconds: float) -> None:
+    def keep(self, name: str, seeds: np.ndarray, wave: EpisodeBatch, seconds: float) -> None:
         """Save a batch of the evaluation `name` on these seeds [n], which took this many seconds."""
         with storage_errors(self.path), self.path.open("a") as file:
             file.write(_line(_key(name, seeds), wave, seconds) + "\n")
@@ -161,11 +162,23 @@ def _key(name: str, seeds: np.ndarray) -> str:
     return f"{name}: {' '.join(map(str, seeds.tolist()))}"
 
 
-def _line(key: str, wave: Wave, seconds: float) -> str:
+def _line(key: str, wave: EpisodeBatch, seconds: float) -> str:
     values = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in asdict(wave).items()}
     return json.dumps({"key": key, "wave": values, "seconds": seconds})
 
 
-def _read(plain: Mapping[str, Any]) -> Wave:
+def _read(plain: Mapping[str, Any]) -> EpisodeBatch:
     arrays = {name: np.asarray(value) for name, value in plain.items() if name != "instructions" and value is not None}
-    return Wave(**arrays, instructions=tuple(plain["instructions"]))
+    return EpisodeBatch(**arrays, instructions=tuple(plain["instructions"]))
+
+
+keep_former_names(
+    __name__,
+    {
+        "Wave": "EpisodeBatch",
+        "waves": "episode_batches",
+        "play_wave": "play_episode_batch",
+        "KeptWaves": "SavedBatches",
+        "Players": "BatchPlayer",
+    },
+)

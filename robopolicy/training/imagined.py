@@ -49,7 +49,7 @@ class ModelRefresh:
 
     models: all instances of the same model (kept equal); real: world to record in; data: dataset that the model was
     trained on; run: stores the recordings, the refreshed model and the list of refreshes, so that a killed run can
-    resume; in_reality: as in `TwoWorlds`. Follows WoVR's co-evolution of world model and policy.
+    resume; in_reality: as in `SimVsImagined`. Follows WoVR's co-evolution of world model and policy.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import require_fit
 from robopolicy.core.storage import remove_leftovers
 from robopolicy.core.world import Controller, World
-from robopolicy.data.foresight import Foresight
+from robopolicy.data.foresight import LookaheadController
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
 from robopolicy.training.auxiliary import FieldHead, build_state_head
@@ -44,7 +44,7 @@ class Teacher:
     played or loaded.
     """
 
-    says: Policy | Controller | Foresight
+    says: Policy | Controller | LookaheadController
     plays: Callable[[int], Policy | Controller]
 
 

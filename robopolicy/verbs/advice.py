@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from robopolicy.configuration.sections.learn import FinetuneSection
 from robopolicy.evaluation.intervals import Paired
-from robopolicy.evaluation.success import Verdict, compare
+from robopolicy.evaluation.success import PolicyEvaluation, compare
 from robopolicy.rl.registry import Need
 from robopolicy.runs import output
 from robopolicy.training.configuration import FinetuneConfig
@@ -211,7 +211,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def print_advice(
-    verdicts: Mapping[str, Verdict],
+    verdicts: Mapping[str, PolicyEvaluation],
     section: FinetuneSection,
     horizon: int = 0,
     iterations: int | None = None,

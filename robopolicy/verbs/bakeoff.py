@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from robopolicy.building.judges import build_judges, clipped, recorded_for_gate, warn_of_divergence
-from robopolicy.building.policies import as_seen_in, choose_device, load_policy
+from robopolicy.building.judges import build_evaluators, clipped_fraction, gate_episodes, warn_of_divergence
+from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
 from robopolicy.building.workers import Built, open_workers
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Policy
 from robopolicy.core.world import World
-from robopolicy.evaluation.bakeoff import JudgeScore, best_judge, score_judge
+from robopolicy.evaluation.bakeoff import EvaluatorScore, best_evaluator, score_evaluator
 from robopolicy.evaluation.gate import ceiling_of
-from robopolicy.evaluation.importance import ImportanceJudge
-from robopolicy.evaluation.intervals import shown
-from robopolicy.evaluation.judges import ModelReturn
+from robopolicy.evaluation.importance import ImportanceEvaluator
+from robopolicy.evaluation.intervals import plus_minus
+from robopolicy.evaluation.judges import ModelEvaluator
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import evaluate_policy, require_success
 from robopolicy.runs import finish, open_fresh_run, output, print_table, runs_of
@@ -52,7 +52,7 @@ def run(config: Config) -> int:
     names = runs_of(section.policies)
     folder = open_fresh_run(config, "bakeoff", VERB.sections)
     policies = [load_policy(path, device) for path in section.policies]
-    judges = build_judges(config, policies[0], recorded_for_gate(config, policies[0], device), device)
+    judges = build_evaluators(config, policies[0], gate_episodes(config, policies[0], device), device)
     world = world_for(config, policies[0], device)
     seeds = evaluation_seeds(config, section.episodes)
     by_success = config.gate.metric == "success"
@@ -63,12 +63,12 @@ def run(config: Config) -> int:
         for name, path, policy in zip(names, section.policies, policies, strict=True):
             given = {"path": str(path), "first": str(section.policies[0])}
             players = workers.players("robopolicy.verbs.bakeoff:in_worker", **given)
-            seen = as_seen_in(world, policy)
+            seen = adapt_policy_to_world(world, policy)
             label = f"ground truth: {name}"
             true_result = evaluate_policy(world, seen, seeds, device=device, label=label, players=players)
             truth.append(float((true_result.success if by_success else true_result.returns).mean()))
     world.close()
-    scores: dict[str, JudgeScore] = {}
+    scores: dict[str, EvaluatorScore] = {}
     values: dict[str, list[float]] = {}
     refusals: dict[str, str] = {}
     for judge in judges:
@@ -76,13 +76,13 @@ def run(config: Config) -> int:
         try:
             judge_values = np.stack([judge.values(policy) for policy in policies])
         except DataError as error:
-            if not isinstance(judge, ImportanceJudge):
+            if not isinstance(judge, ImportanceEvaluator):
                 raise
             refusals[name] = str(error)
             output.print(f"{name} is not applicable: {error}", markup=False, soft_wrap=True)
             continue
         values[name] = judge_values.mean(1).tolist()
-        scores[name] = score_judge(
+        scores[name] = score_evaluator(
             name,
             np.array(truth),
             judge_values,
@@ -90,7 +90,7 @@ def run(config: Config) -> int:
             margin=config.gate.margin,
             relative=config.gate.relative_margin,
             confidence=config.gate.confidence,
-            comparable=isinstance(judge, ModelReturn),
+            comparable=isinstance(judge, ModelEvaluator),
             ceiling=ceiling_of(judge),
         )
     warn_of_divergence(judges)
@@ -99,14 +99,14 @@ def run(config: Config) -> int:
              enumerate(zip(names, truth, strict=True))]  # fmt: skip
     print_table("Policies", ("policy", f"true {metric}", *values), table)
     print_table(f"Evaluators, on {len(policies)} policies", HEADER, [_row(score) for score in scores.values()])
-    best = best_judge(scores)
+    best = best_evaluator(scores)
     output.print(f"Recommended: {best}." if best else _why_none(scores.values()), soft_wrap=True)
     result: dict[str, Any] = {
         "policies": dict(zip(names, truth, strict=True)),
         "judges": {name: score.to_json() | {"values": values[name]} for name, score in scores.items()},
         "best": best,
         "refused": refusals,
-        **clipped(judges),
+        **clipped_fraction(judges),
     }
     finish(config, folder, _without_nan(result))
     output.print(f"Report: {report_for_run(folder.path)}")
@@ -122,10 +122,10 @@ def in_worker(config: Config, path: str, first: str) -> Built:
     """Build in a worker the policy at `path`, and the world for that at `first`, which all policies share."""
     device = choose_device(config.run)
     world, policy = world_for(config, load_policy(first, device), device), load_policy(path, device)
-    return world, as_seen_in(world, policy), device
+    return world, adapt_policy_to_world(world, policy), device
 
 
-def _why_none(scores: Iterable[JudgeScore]) -> str:
+def _why_none(scores: Iterable[EvaluatorScore]) -> str:
     """Return why no evaluator is recommended."""
     if any(score.accepted for score in scores):
         return "No evaluator has at most 5 % false accepts: increase gate.margin."
@@ -135,13 +135,14 @@ def _why_none(scores: Iterable[JudgeScore]) -> str:
     )
 
 
-def _row(score: JudgeScore) -> list[str]:
+def _row(score: EvaluatorScore) -> list[str]:
     return [
         score.judge,
-        f"{shown(score.spearman, '.2f')} [{shown(score.spearman_low, '.2f')}, {shown(score.spearman_high, '.2f')}]",
-        shown(score.regret, ".2f"),
+        f"{plus_minus(score.spearman, '.2f')} [{plus_minus(score.spearman_low, '.2f')}, "
+        f"{plus_minus(score.spearman_high, '.2f')}]",
+        plus_minus(score.regret, ".2f"),
         "n/a (other units)" if math.isnan(score.error) else f"{score.error:.3f}",
-        shown(score.false_accepts, ".0%"),
+        plus_minus(score.false_accepts, ".0%"),
         "n/a (no better policy)" if math.isnan(score.false_rejects) else f"{score.false_rejects:.0%}",
         f"{score.accepted} of {score.pairs}",
     ]

@@ -60,7 +60,7 @@ from robopolicy.core.registry import Registry
 from robopolicy.core.run import versions
 from robopolicy.core.storage import remove_leftovers, write_atomic, write_json
 from robopolicy.evaluation.report import Report, Section, render
-from robopolicy.runs import alone_in, open_folder, output, print_table, publish
+from robopolicy.runs import lock_shared_folder, open_folder, output, print_table, publish
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -168,7 +168,7 @@ def run(config: Config) -> int:
     else:
         root = open_folder(folder).path
     figures = benchmark.measure(config, root)
-    with alone_in(root):
+    with lock_shared_folder(root):
         for summary in ("benchmark.json", "report.html"):
             remove_leftovers(root, summary)
         write_json(root / "benchmark.json", figures)

@@ -24,7 +24,7 @@ from torch import Tensor
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.planning import with_planning
 from robopolicy.building.policies import choose_device, load_acting, load_policy
-from robopolicy.building.worlds import EXPERT, build_controller, build_foresight, build_noisy_expert, build_world
+from robopolicy.building.worlds import EXPERT, build_controller, build_lookahead, build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import AUTO
 from robopolicy.core.episodes import Episodes
@@ -34,7 +34,7 @@ from robopolicy.core.origin import prefix_errors
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.spec import require_fit
-from robopolicy.data.foresight import Foresight
+from robopolicy.data.foresight import LookaheadController
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import of_one_world, record, record_chains, record_corrected
 from robopolicy.evaluation.importance import with_densities
@@ -106,7 +106,7 @@ def collect(config: Config, unfinished: Unfinished) -> Episodes:
         with prefix_errors(teacher):
             require_fit(teacher.spec, world.spec)
     elif section.label_policy == EXPERT:
-        teacher = build_foresight(config.world, world, section.label_steps, section.controller)
+        teacher = build_lookahead(config.world, world, section.label_steps, section.controller)
     parts = []
     generators = Generators(config.run.seed, device)
     for index, (level, share) in enumerate(zip(levels, shares, strict=True)):
@@ -127,7 +127,7 @@ def collect(config: Config, unfinished: Unfinished) -> Episodes:
         )
         parts.append(episodes)
     world.close()
-    if isinstance(teacher, Foresight):
+    if isinstance(teacher, LookaheadController):
         teacher.close()
     return of_one_world(parts)
 

@@ -10,14 +10,14 @@ each batch of episodes to it and it returns the probability.
 import numpy as np
 import torch
 
-from robopolicy.building.policies import as_seen_in, choose_device, load_policy
+from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.world import World
 from robopolicy.evaluation.deployment import Deployed, Deployment, deploy, known_base
-from robopolicy.evaluation.intervals import shown
+from robopolicy.evaluation.intervals import plus_minus
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import require_success
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
@@ -44,7 +44,7 @@ def run(config: Config) -> int:
     tuned_policy, base = (load_policy(paths[name], device) for name in ("policy", "base"))
     world = build_world(config.world, base, batch_size=section.update_every, device=device)
     require_success(world)
-    tuned_policy, base = as_seen_in(world, tuned_policy), as_seen_in(world, base)
+    tuned_policy, base = adapt_policy_to_world(world, tuned_policy), adapt_policy_to_world(world, base)
     base_results = known_base(
         world, base, episode_seeds(seed, "known", section.base_episodes), section.mix_per, seed=seed, device=device
     )
@@ -58,7 +58,7 @@ def run(config: Config) -> int:
         f"the base's {rate:.1%})",
         ("", "success", "final probability of the new policy", "largest shortfall below the minimum (standard errors)"),
         [
-            [name, f"{each.success.mean():.1%}", f"{each.shares[-1]:.0%}", shown(each.margin, "+.1f")]
+            [name, f"{each.success.mean():.1%}", f"{each.shares[-1]:.0%}", plus_minus(each.margin, "+.1f")]
             for name, each in deployments.items()
         ],
     )

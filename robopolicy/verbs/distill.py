@@ -29,7 +29,7 @@ from robopolicy.rl.offline.decisions import observations_at
 from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import DistillConfig
 from robopolicy.training.distill import Distillation, distill, distillable
-from robopolicy.verbs.job import Job, judge_in_its_world, say_model
+from robopolicy.verbs.job import Job, evaluate_in_own_world, print_model
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import encoded
 from worldmodels.protocol import BehindEncoder
@@ -62,7 +62,7 @@ def run(config: Config) -> int:
     else:  # before it plays a single episode
         teacher = distillable(teacher, section.steps)
         plan(teacher, settings)
-    episodes = asked_at(config, teacher, device)
+    episodes = distillation_observations(config, teacher, device)
     seed = derive_seed(config.run.seed, "distill")
     clock = folder.clock()
     if isinstance(teacher, BehindEncoder):  # the encoder stays as it is
@@ -88,7 +88,7 @@ def run(config: Config) -> int:
         **{f"seconds_{name}": value for name, value in seconds.items()},
     }
     if section.evaluate_episodes:
-        result |= compared(judge_in_its_world(config, policies_of_roles, section.evaluate_episodes, device))
+        result |= compared(evaluate_in_own_world(config, policies_of_roles, section.evaluate_episodes, device))
     output.print(
         f"Policy call (batch size 1): teacher {1000 * seconds['teacher']:.2f} ms, student "
         f"{1000 * seconds['student']:.2f} ms, {faster:.1f}x faster."
@@ -98,13 +98,13 @@ def run(config: Config) -> int:
 
 
 def plan(teacher: DenoisingPolicy, settings: DistillConfig) -> None:
-    """Print the memory needed to distil a LeRobot policy, using a temporary student; raises as `say_model`."""
+    """Print the memory needed to distil a LeRobot policy, using a temporary student; raises as `print_model`."""
     if teacher.is_pretrained:
         lesson = Distillation(teacher, settings)
-        say_model(lesson.student, settings, lesson)
+        print_model(lesson.student, settings, lesson)
 
 
-def asked_at(config: Config, teacher: Policy, device: torch.device) -> Episodes:
+def distillation_observations(config: Config, teacher: Policy, device: torch.device) -> Episodes:
     """Return the episodes that provide the teacher's observations: recorded, or played by the teacher in its world."""
     section = config.distill
     if section.data:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from robopolicy.building.planning import with_planning
-from robopolicy.building.policies import as_seen_in, choose_device, load_acting
+from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_acting
 from robopolicy.building.workers import BatchPlayers, Built, Workers, open_workers
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, to_yaml
@@ -34,20 +34,26 @@ from robopolicy.evaluation.instructions import (
     WRONG,
     Control,
     controls_of,
-    judge_controls,
+    evaluate_controls,
     with_instruction,
 )
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.scores import read_anchors
 from robopolicy.evaluation.smoothness import SmoothnessMeter
-from robopolicy.evaluation.success import EvaluationResult, Verdict, compare, evaluate_policy, judge
+from robopolicy.evaluation.success import (
+    EvaluationResult,
+    PolicyEvaluation,
+    compare,
+    evaluate_both_modes,
+    evaluate_policy,
+)
 from robopolicy.evaluation.tables import difference_text
-from robopolicy.evaluation.waves import KeptWaves
+from robopolicy.evaluation.waves import SavedBatches
 from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
 from robopolicy.inference.configuration import CHUNKINGS, SYNCHRONOUS
 from robopolicy.policies.loading import checkpoint_in
 from robopolicy.runs import finish, open_fresh_run, output
-from robopolicy.verbs.job import evaluation_seeds, film_alone, normalised, print_verdicts
+from robopolicy.verbs.job import evaluation_seeds, normalised, print_evaluations, record_video
 from robopolicy.verbs.unfinished import hashes, source_of
 from robopolicy.verbs.verb import Verb
 
@@ -71,7 +77,7 @@ def controlled(
     beside: EvaluationResult,
     device: torch.device,
     label: str,
-    kept: KeptWaves | None = None,
+    kept: SavedBatches | None = None,
     players: Callable[[str], BatchPlayers | None] = lambda told: None,
 ) -> dict[str, Control]:
     """Evaluate the language controls that the section configures, on the seeds of `beside`; return them by name.
@@ -87,7 +93,7 @@ def controlled(
         elsewhere = players(CONTROLS[control.replace(" ", "_")])
         return evaluate_policy(world, told, beside.seeds, **options, players=elsewhere)
 
-    return judge_controls(policy, world.spec, controls_of(world.spec, names), beside, play)
+    return evaluate_controls(policy, world.spec, controls_of(world.spec, names), beside, play)
 
 
 def conditions(section: EvaluateSection) -> dict[str, str]:
@@ -129,7 +135,7 @@ def print_controls(controls: Mapping[str, Mapping[str, Control]]) -> None:
             output.print(f"{name}, {control.replace('_', ' ')}: {result.text}", markup=False, soft_wrap=True)
 
 
-def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> KeptWaves:
+def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> SavedBatches:
     """Return the batches of this evaluation that were played before an interruption, if no checkpoint has changed
     since.
     """
@@ -143,7 +149,7 @@ def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> K
     path = folder.path / WAVES
     if config.run.overwrite:
         path.unlink(missing_ok=True)
-    cache = KeptWaves(path, of)
+    cache = SavedBatches(path, of)
     if cache.episodes:
         output.print(f"Resuming: {cache.episodes} episodes were played before the interruption.")
     return cache
@@ -165,7 +171,7 @@ def in_worker(config: Config, path: str, planned: bool, told: str) -> Built:
     device = choose_device(config.run)
     policy = loaded(config, Path(path), planned, device)
     world = world_for(config, policy, device)
-    acting, _ = delayed(config.evaluate, as_seen_in(world, policy))
+    acting, _ = delayed(config.evaluate, adapt_policy_to_world(world, policy))
     return world, with_instruction(acting, told, world.spec), device
 
 
@@ -193,25 +199,25 @@ def evaluated(config: Config, workers: Workers) -> int:
     folder = open_fresh_run(config, "evaluate", VERB.sections)
     cache = kept_waves(config, folder, [path for path in paths.values() if path is not None])
     result: dict[str, Any] = {}
-    verdicts: dict[str, Verdict] = {}
+    verdicts: dict[str, PolicyEvaluation] = {}
     controls: dict[str, dict[str, Control]] = {}
     for name, policy in policies.items():
         world = world_for(config, policy, device)
         require_time_to_act(section, world)
         if anchors is not None:
             anchors.require_world(world.spec.name)
-        acting, meter = delayed(section, as_seen_in(world, policy))
+        acting, meter = delayed(section, adapt_policy_to_world(world, policy))
         policy = with_instruction(acting, section.instruction, world.spec)
         given = {"path": str(paths[name]), "planned": name == "policy"}
         players = partial(workers.players, "robopolicy.verbs.evaluate:in_worker", **given)
         if meter is not None and workers.pool is not None:
             output.print("Smoothness needs every action, so these episodes are played in this process, not on workers.")
         options = {"meter": meter, "kept": cache, "players": players(told=section.instruction)}
-        verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name, **options)
+        verdicts[name] = evaluate_both_modes(world, policy, seeds, device, config.run.seed, name, **options)
         beside, told = verdicts[name].deterministic, lambda told, players=players: players(told=told)
         controls[name] = controlled(config, world, acting, beside, device, name, cache, told)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
-        film_alone(world, policy, seeds[: section.videos], folder, name, device)
+        record_video(world, policy, seeds[: section.videos], folder, name, device)
         world.close()
     if len(verdicts) > 1:
         reference = next(iter(verdicts.values()))
@@ -226,7 +232,7 @@ def evaluated(config: Config, workers: Workers) -> int:
         output.print(
             "Evaluation conditions: " + "; ".join(map(" ".join, special.items())), markup=False, soft_wrap=True
         )
-    print_verdicts(verdicts)
+    print_evaluations(verdicts)
     if "difference" in result:
         output.print(f"Difference to {next(iter(verdicts))}: {difference_text(result['difference'])}", soft_wrap=True)
     print_controls(controls)

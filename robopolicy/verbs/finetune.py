@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from robopolicy.building.guidance import guidance_of
+from robopolicy.building.guidance import load_guidance
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.policies import choose_device, load_policy, load_trainable, trainable
 from robopolicy.building.shards import TuningWorkers, prepared
@@ -43,7 +43,7 @@ from robopolicy.training.memory import MemoryBudget, packed_image_fraction, plan
 from robopolicy.training.needs import needs_images
 from robopolicy.training.update import by_episode, minibatch_rows
 from robopolicy.verbs.advice import Evidence, print_advice
-from robopolicy.verbs.job import Job, began_from, confirming_seeds, print_verdicts, require_target
+from robopolicy.verbs.job import Job, confirming_seeds, print_evaluations, require_target, starting_checkpoint
 from robopolicy.verbs.verb import Verb
 from worldmodels.protocol import BehindEncoder
 
@@ -118,7 +118,7 @@ def tune(config: Config, workers: Workers) -> int:
     for each in (world, judging):
         each.close()
     output.print(f"Stopped after {finetuning.iterations} iterations: {finetuning.ended.value}.")
-    print_verdicts(verdicts)
+    print_evaluations(verdicts)
     evidence = Evidence.of(job.folder.metrics(), finetuning.best)
     print_advice(verdicts, section, world.spec.horizon, finetuning.iterations, evidence, config.world.name)
     result = {**began_from(path), **finetuning.course, "env_steps": finetuning.env_steps, "seconds": seconds}
@@ -158,7 +158,7 @@ def planned(config: Config) -> MemoryBudget:
     return budget
 
 
-def say_memory(config: Config, policy: Trainable, base: Policy, world: World) -> None:
+def print_memory(config: Config, policy: Trainable, base: Policy, world: World) -> None:
     """Print the memory needed to fine-tune a policy with a language model; raises ConfigError when less is available.
 
     Applies to LeRobot policies, token policies built from a checkpoint, and policies distilled from a LeRobot teacher.

@@ -40,7 +40,7 @@ def run(config: Config) -> int:
         raise ConfigError("Two policies are needed. Usage: robopolicy gate CANDIDATE INCUMBENT")
     folder = open_fresh_run(config, "gate", VERB.sections)
     candidate, incumbent = (load_policy(path, device) for path in (section.candidate, section.incumbent))
-    judges = build_judges(config, incumbent, recorded_for_gate(config, incumbent, device), device)
+    judges = build_evaluators(config, incumbent, gate_episodes(config, incumbent, device), device)
     gate = Gate(judges, margin=section.margin, relative=section.relative_margin, confidence=section.confidence)
     verdict = gate.decide(candidate, incumbent)
     warn_of_divergence(judges)

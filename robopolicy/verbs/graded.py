@@ -50,7 +50,7 @@ from robopolicy.data.record import record
 from robopolicy.evaluation.scores import Anchors, Performance, normalised_score
 from robopolicy.evaluation.success import evaluate_policy, require_success
 from robopolicy.runs import output
-from robopolicy.verbs.unfinished import Unfinished, who_acts
+from robopolicy.verbs.unfinished import Unfinished, acting_source
 
 MEASURED = "measured.json"
 """File in the run folder with the measurements so far."""
@@ -186,7 +186,7 @@ def _known(file: Path, config: Config) -> dict[str, Any]:
     since.
     """
     noise_version = {"noise": NOISE_VERSION} if config.collect.policy is not None else {}
-    actor = fingerprint({"version": VERSION, "actor": who_acts(config), **noise_version})
+    actor = fingerprint({"version": VERSION, "actor": acting_source(config), **noise_version})
     content = read_object(file) if file.exists() else {}
     return content if content.get("actor") == actor else {"actor": actor}
 
@@ -213,7 +213,7 @@ def _settings(config: Config, quality: Quality, ground: Ground, horizon: int) ->
         "quality": quality,
         "world": world,
         "horizon": horizon,
-        "actor": who_acts(config),
+        "actor": acting_source(config),
         **({"noise": NOISE_VERSION} if config.collect.policy is not None else {}),  # a policy draws its own
         "levels": ground.levels,
         "episodes": section.episodes,

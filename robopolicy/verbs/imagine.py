@@ -20,10 +20,10 @@ from typing import cast
 
 import torch
 
-from robopolicy.building.guidance import guidance_of
+from robopolicy.building.guidance import load_guidance
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.planning import planned_acting
-from robopolicy.building.policies import as_seen_in, behind, choose_device, load_policy
+from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy, with_model_encoder
 from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import ImaginationSection
@@ -35,8 +35,8 @@ from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
-from robopolicy.evaluation.success import Verdict, compare, compared
-from robopolicy.evaluation.two_worlds import TwoWorlds
+from robopolicy.evaluation.success import PolicyEvaluation, compare, compared
+from robopolicy.evaluation.two_worlds import SimVsImagined
 from robopolicy.policies import load_policy as load_alone
 from robopolicy.runs import default_path, output
 from robopolicy.training.acting import Acting
@@ -45,7 +45,7 @@ from robopolicy.training.course import EndReason, StoppingRule, StoppingSettings
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.advice import Evidence, evident_cause
-from robopolicy.verbs.job import Job, began_from, confirming_seeds, print_verdicts, require_target
+from robopolicy.verbs.job import Job, confirming_seeds, print_evaluations, require_target, starting_checkpoint
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import save_encoder
 from worldmodels.env import ImaginedWorld
@@ -129,7 +129,7 @@ def run(config: Config) -> int:
     remember_origin(policy, origin_of_section(config.world) or origin_of(base))
     worlds = open_worlds(config, base, model, device)
     require_target(section.target_success, worlds.real)
-    imagined_policies = {"base": as_seen_in(worlds.imagined, base), "tuned": policy}
+    imagined_policies = {"base": adapt_policy_to_world(worlds.imagined, base), "tuned": policy}
     refresh = refresh_of(config, worlds, model, folder) if imagine_section.refresh_every else None
     clock = folder.clock()
     finetuning = learn(config, policy, worlds, model, folder, refresh)
@@ -145,18 +145,18 @@ def run(config: Config) -> int:
     films = {"base": real_policies["base"], "tuned in imagination": real_policies["tuned"]}
     job.film(worlds.real, films, episodes, section.videos)
     worlds.close()
-    print_verdicts({**verdicts, **imagined_verdicts})
-    output.print(said_at_the_end(finetuning))
+    print_evaluations({**verdicts, **imagined_verdicts})
+    output.print(closing_message(finetuning))
     evidence = Evidence.of(folder.metrics(), finetuning.best)
     print_advice(finetuning, verdicts, narrowed(FinetuneConfig, section), evidence)
     result = compared(verdicts) | {
         "imagined": {name: verdict.to_json() for name, verdict in imagined_verdicts.items()},
-        **began_from(path),
+        **starting_checkpoint(path),
         "model": str(model),
         **finetuning.course,
         "imagined_steps": finetuning.env_steps,
         "env_steps": 0 if refresh is None else refresh.env_steps,
-        "watched_steps": watched_steps(folder),
+        "watched_steps": real_steps(folder),
         "kept": dict(finetuning.best),
         "seconds": seconds,
     }
@@ -182,7 +182,7 @@ def open_worlds(config: Config, base: Policy, model: Path, device: torch.device)
     episodes = max(config.imagine.real_eval_episodes, section.evaluate_episodes)
     assert isinstance(training, ImaginedWorld)
     assert isinstance(imagined_world, ImaginedWorld)
-    real = build_world(config.world, behind(imagined_world.model, base), episodes=episodes, device=device)
+    real = build_world(config.world, with_model_encoder(imagined_world.model, base), episodes=episodes, device=device)
     return Worlds(training, imagined_world, real)
 
 
@@ -223,7 +223,7 @@ def learn(
     section, imagine_section = config.finetune, config.imagine
     device = choose_device(config.run)
     validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
-    watch = TwoWorlds(
+    watch = SimVsImagined(
         worlds.imagined,
         worlds.real,
         validation,
@@ -247,7 +247,7 @@ def learn(
         evaluate=watch.evaluate,
         confirm=watch.confirm,
         seed=config.run.seed,
-        guidance=guidance_of(config, worlds.training, model, policy),
+        guidance=load_guidance(config, worlds.training, model, policy),
         after_checkpoint=refresh,
         stopping=StoppingSettings(imagine_section.patience, bc_weight, imagine_section.bc_growth),
     )
@@ -271,7 +271,7 @@ def imitate(
     config: Config,
     policy: Trainable,
     training_world: World,
-    watch: TwoWorlds,
+    watch: SimVsImagined,
     folder: RunFolder,
     acting: Acting | None = None,
 ) -> FinetuneResult:
@@ -297,13 +297,13 @@ def imitate(
     )
 
 
-def watched_steps(folder: RunFolder) -> int:
+def real_steps(folder: RunFolder) -> int:
     """Return the number of real steps played for evaluation and model selection; none of them are used for learning."""
     names = "deterministic_real_steps", "stochastic_real_steps", "confirmed_real_steps"
     return int(sum(record.get(name, 0) for record in folder.metrics() for name in names))
 
 
-def said_at_the_end(tuned: FinetuneResult) -> str:
+def closing_message(tuned: FinetuneResult) -> str:
     """Return one line with the reason why the run ended and the policy that was saved."""
     best = tuned.best
     line = f"Stopped after {tuned.iterations} iterations: {tuned.ended.value}."
@@ -324,7 +324,7 @@ def said_at_the_end(tuned: FinetuneResult) -> str:
 
 def print_advice(
     result: FinetuneResult,
-    verdicts: Mapping[str, Verdict],
+    verdicts: Mapping[str, PolicyEvaluation],
     section: FinetuneConfig | None = None,
     seen: Evidence | None = None,
 ) -> None:

@@ -8,8 +8,8 @@ A verb opens its job, learns, evaluates the result against the initial policy, a
     base, clock = load_policy(path, job.device), job.folder.clock()
     ...
     verdicts = job.judge(world, {"base": base, "tuned": policy}, episodes)
-    print_verdicts(verdicts)
-    job.finish(compared(verdicts) | {**began_from(path), "seconds": clock.seconds})
+    print_evaluations(verdicts)
+    job.finish(compared(verdicts) | {**starting_checkpoint(path), "seconds": clock.seconds})
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from robopolicy.building.policies import as_seen_in, choose_device
+from robopolicy.building.policies import adapt_policy_to_world, choose_device
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.checkpoints import WEIGHTS
@@ -98,9 +98,9 @@ class Job:
 
         return evaluate
 
-    def judge(self, world: World, policies: Mapping[str, Policy], episodes: int) -> dict[str, Verdict]:
+    def judge(self, world: World, policies: Mapping[str, Policy], episodes: int) -> dict[str, PolicyEvaluation]:
         """Return the evaluation result of each policy, by name, on the evaluation seeds that all verbs share."""
-        return judge_all(self.config, world, policies, episodes, self.device)
+        return evaluate_all(self.config, world, policies, episodes, self.device)
 
     def film(self, world: World, policies: Mapping[str, Policy], episodes: int, videos: int) -> None:
         """Write base_and_tuned.mp4: the labelled policies side by side, from the first evaluation seeds.
@@ -134,29 +134,29 @@ def confirming_seeds(config: Config, iteration: int, episodes: int) -> np.ndarra
     return episode_seeds(config.run.seed, f"confirm/{iteration}", episodes)
 
 
-def judge_all(
+def evaluate_all(
     config: Config, world: World, policies: Mapping[str, Policy], episodes: int, device: torch.device
-) -> dict[str, Verdict]:
+) -> dict[str, PolicyEvaluation]:
     """Return the evaluation result of each policy in `world`, by name, on the evaluation seeds that all verbs share."""
     seeds = evaluation_seeds(config, episodes)
     return {
-        name: judge(world, as_seen_in(world, each), seeds, device, config.run.seed, name)
+        name: evaluate_both_modes(world, adapt_policy_to_world(world, each), seeds, device, config.run.seed, name)
         for name, each in policies.items()
     }
 
 
-def judge_in_its_world(
+def evaluate_in_own_world(
     config: Config, policies: Mapping[str, Policy], episodes: int, device: torch.device
-) -> dict[str, Verdict]:
+) -> dict[str, PolicyEvaluation]:
     """Evaluate each policy in the configured world, built for the first policy; print and return the results."""
     world = build_world(config.world, next(iter(policies.values())), episodes=episodes, device=device)
-    verdicts = judge_all(config, world, policies, episodes, device)
+    verdicts = evaluate_all(config, world, policies, episodes, device)
     world.close()
-    print_verdicts(verdicts)
+    print_evaluations(verdicts)
     return verdicts
 
 
-def film_alone(
+def record_video(
     world: World, policy: Policy, seeds: np.ndarray, folder: RunFolder, name: str, device: torch.device
 ) -> None:
     """Write <name>.mp4 of a policy's episodes with these seeds; nothing without seeds or if the world renders no
@@ -173,14 +173,14 @@ def require_target(target: float | None, world: World) -> None:
         require_success(world, "set finetune.target_success=null")
 
 
-def began_from(checkpoint: Path) -> dict[str, str]:
+def starting_checkpoint(checkpoint: Path) -> dict[str, str]:
     """Return the result entries of the initial checkpoint: its path and the hash of its weights."""
     weights = checkpoint_in(checkpoint) / WEIGHTS
     entry = {"base_checkpoint": str(checkpoint)}
     return {**entry, "base_weights": file_hash(weights)} if weights.is_file() else entry
 
 
-def say_model(policy: Trainable, section: RegressionConfig, lesson: Regressor | None = None) -> None:
+def print_model(policy: Trainable, section: RegressionConfig, lesson: Regressor | None = None) -> None:
     """Print how a checkpoint reads images and the memory that training takes; raises ConfigError when less is free.
 
     The memory is printed for token policies built from a checkpoint and for LeRobot policies only; others are small.
@@ -198,7 +198,7 @@ def say_model(policy: Trainable, section: RegressionConfig, lesson: Regressor | 
     output.print(message, soft_wrap=True, highlight=False)
 
 
-def print_verdicts(verdicts: dict[str, Verdict]) -> None:
+def print_evaluations(verdicts: dict[str, PolicyEvaluation]) -> None:
     """Print success rates (or returns, if success is not reported) with intervals, one row per policy; then success by
     instruction.
     """
@@ -219,7 +219,7 @@ def print_verdicts(verdicts: dict[str, Verdict]) -> None:
     print_instructions(verdicts)
 
 
-def print_instructions(verdicts: Mapping[str, Verdict]) -> None:
+def print_instructions(verdicts: Mapping[str, PolicyEvaluation]) -> None:
     """Print deterministic success per instruction, one column per policy; nothing if there is only one instruction."""
     table_rows = instruction_table([(name, verdict.deterministic.summary()) for name, verdict in verdicts.items()])
     if table_rows is None:
@@ -232,7 +232,7 @@ def print_instructions(verdicts: Mapping[str, Verdict]) -> None:
     output.print(table)
 
 
-def normalised(verdicts: Mapping[str, Verdict], anchors: Anchors | None) -> dict[str, Any]:
+def normalised(verdicts: Mapping[str, PolicyEvaluation], anchors: Anchors | None) -> dict[str, Any]:
     """Print and return {"normalised": {name: {mode: score}}}; {} without anchors.
 
     Raises DataError when the results are from another world than the anchors.

@@ -75,10 +75,10 @@ def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple
             require_finite_columns(delayed_episodes, rewards=True)
         except DataError as error:
             raise DataError(f"{path}: {error} offline.exclude_episodes=[NUMBER] excludes episodes.") from error
-    return require_paid(path, with_reward(episodes, section.reward))
+    return require_rewards(path, with_reward(episodes, section.reward))
 
 
-def require_paid(path: Path, episodes: Episodes) -> Episodes:
+def require_rewards(path: Path, episodes: Episodes) -> Episodes:
     """Return the episodes with rewards and task ends; raises DataError when they cannot be determined.
 
     If only success is recorded, the task ends with success and every other end counts as a time limit; this is printed.
@@ -120,7 +120,7 @@ def with_reward(episodes: Episodes, reward: str) -> Episodes:
         terminated = episodes.terminated if episodes.terminated is not None else episodes.success
         return replace(episodes, rewards={"success": _first(episodes, episodes.step_success)}, terminated=terminated)
     if reward.startswith(HEAD):
-        step_success = succeeded_by_head(episodes, Path(reward.removeprefix(HEAD)))
+        step_success = label_success(episodes, Path(reward.removeprefix(HEAD)))
         rewarded = replace(episodes, step_success=step_success, rewards={"success": _first(episodes, step_success)})
         return replace(rewarded, terminated=rewarded.success)
     rewards = load_dotted(reward, "offline.reward")(episodes)
@@ -130,7 +130,7 @@ def with_reward(episodes: Episodes, reward: str) -> Episodes:
 
 
 @torch.no_grad()
-def succeeded_by_head(episodes: Episodes, path: Path) -> Tensor:
+def label_success(episodes: Episodes, path: Path) -> Tensor:
     """Return for each step [N] bool whether the episode has succeeded by then, according to a world model's success
     head.
 

@@ -34,8 +34,8 @@ from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.data.record import record
-from robopolicy.evaluation.gate import Gate, Judge
-from robopolicy.evaluation.judges import FittedJudge
+from robopolicy.evaluation.gate import Evaluator, Gate
+from robopolicy.evaluation.judges import FqeEvaluator
 from robopolicy.evaluation.scores import known_anchors
 from robopolicy.evaluation.success import compared
 from robopolicy.rl.offline.configuration import AGENTS
@@ -47,8 +47,8 @@ from robopolicy.training.offline.configuration import IMPROVERS
 from robopolicy.training.offline.guided import guided_episodes
 from robopolicy.training.offline.improvers import Imagination, Improver, OfflineContext, Wraps
 from robopolicy.training.offline.rounds import Rounds, improve_in_rounds
-from robopolicy.verbs.job import Job, began_from, judge_in_its_world, normalised
-from robopolicy.verbs.logged import say_decisions, split_data
+from robopolicy.verbs.job import Job, evaluate_in_own_world, normalised, starting_checkpoint
+from robopolicy.verbs.logged import print_decisions, split_data
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -75,11 +75,13 @@ def run(config: Config) -> int:
     if getattr(section.improve.config, "tunes_chain", False):
         policy.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
     training, held_out = split_data(config, policy, device)
-    judges: list[Judge] = []
+    judges: list[Evaluator] = []
     gate = None
     if section.gated:
         gate_section = config.gate
-        judges = build_judges(config, policy, held_out, device, [section.model] if section.model is not None else [])
+        judges = build_evaluators(
+            config, policy, held_out, device, [section.model] if section.model is not None else []
+        )
         gate = Gate(
             judges,
             margin=gate_section.margin,
@@ -96,7 +98,7 @@ def run(config: Config) -> int:
     rounds = improve_in_rounds(policy, lesson, improver, gate, section.rounds, seed=seed, run=folder)
     seconds = clock.seconds
     for each in judges:
-        if isinstance(each, FittedJudge):  # rounds before a kill were judged by another process
+        if isinstance(each, FqeEvaluator):  # rounds before a kill were judged by another process
             verdicts = (record.get("verdict", {}) for record in rounds.records)
             each.clipped = [share for verdict in verdicts for share in verdict.get("clipped", ())]
     for line in rounds.lines:
@@ -104,7 +106,7 @@ def run(config: Config) -> int:
     warn_of_divergence(judges)
     warn_of_critics_alone(config.gate, gate is not None and rounds.accepted > 0)
     result: dict[str, Any] = {
-        **began_from(path),
+        **starting_checkpoint(path),
         "episodes": len(training),
         "held_out": len(held_out),
         "steps": training.step_count,
@@ -113,10 +115,10 @@ def run(config: Config) -> int:
         "env_steps": sum(int(record.get("verdict", {}).get("env_steps", 0)) for record in rounds.records),
         "selected_by": [each.name for each in judges],
         "seconds": seconds,
-        **clipped(judges),
+        **clipped_fraction(judges),
     }
     real_verdicts = judged_for_real(config, base, policy, device)
-    say(rounds, section.rounds)
+    print_rounds(rounds, section.rounds)
     job.finish(real_verdicts | result)
     return 0
 
@@ -150,7 +152,7 @@ def learn_critic(
     interface = critic_interface(policy, episodes, deployed=deployed)
     agent_config = section.agent.config
     data = recorded_decisions(episodes, interface, agent_config.discount)
-    say_decisions(data)
+    print_decisions(data)
     agent = AGENTS.builds(section.agent.kind)(
         agent_config, interface.size, interface.actions, derive_seed(seed, "agent")
     )
@@ -192,7 +194,7 @@ def imagination(config: Config, policy: Policy, device: torch.device) -> Imagina
     world = build_world(imagined_section, policy, batch_size=tuning.num_envs, seed=config.run.seed, device=device)
     settings = narrowed(FinetuneConfig, tuning)
     new_critic = lambda seed: build_critic(world, tuning, seed).to(device)  # noqa: E731
-    return Imagination(world, settings, new_critic, partial(as_seen_in, world))
+    return Imagination(world, settings, new_critic, partial(adapt_policy_to_world, world))
 
 
 def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> Episodes:
@@ -222,12 +224,12 @@ def judged_for_real(config: Config, base: Policy, policy: Policy, device: torch.
     count = config.offline.evaluate_episodes
     if not count:
         return {}
-    verdicts = judge_in_its_world(config, {"base": base, "tuned": policy}, count, device)
+    verdicts = evaluate_in_own_world(config, {"base": base, "tuned": policy}, count, device)
     dataset = default_path(config, "collect", "dataset", config.offline.dataset, "offline.dataset")
     return compared(verdicts) | normalised(verdicts, known_anchors(dataset, verdicts["base"].deterministic.world))
 
 
-def say(found: Rounds, rounds: int) -> None:
+def print_rounds(found: Rounds, rounds: int) -> None:
     """Print the number of accepted candidates, and advice if there were none."""
     output.print(f"{found.accepted} of {rounds} candidates accepted.")
     if not found.accepted:

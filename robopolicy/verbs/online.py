@@ -57,7 +57,7 @@ from robopolicy.training.online import (
     plays_policy,
 )
 from robopolicy.verbs.advice import CEILING
-from robopolicy.verbs.job import Job, began_from, print_verdicts
+from robopolicy.verbs.job import Job, print_evaluations, starting_checkpoint
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -91,7 +91,7 @@ def run(config: Config) -> int:
     base_policy = None if path is None else load_policy(path, device)
     world = build_world(config.world, base_policy, batch_size=section.num_envs, device=device)
     clock = folder.clock()
-    beginning = begin(config, base_policy, world, folder, device)
+    beginning = initialise(config, base_policy, world, folder, device)
     policy = beginning.policy
     base = copy.deepcopy(policy) if base_policy is None else load_policy(path or Path(), device)
     remember_origin(policy, origin_of_section(config.world, world) or origin_of(base))
@@ -111,16 +111,16 @@ def run(config: Config) -> int:
     verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes)
     for each in (world, judging):
         each.close()
-    print_verdicts(verdicts)
-    say(online_result, section.method)
+    print_evaluations(verdicts)
+    print_result(online_result, section.method)
     result: dict[str, Any] = {
-        **({"base_checkpoint": None} if path is None else began_from(path)),
+        **({"base_checkpoint": None} if path is None else starting_checkpoint(path)),
         "method": section.method,
         "env_steps": online_result.env_steps,
         "updates": online_result.updates,
         "collected_episodes": online_result.episodes,
         "evaluations": list(online_result.evaluations),
-        "dip": online_result.dip(by_of(online_result)),
+        "dip": online_result.dip(steps_per_update(online_result)),
         "seconds": seconds,
     }
     job.finish(compared(verdicts) | result)
@@ -136,11 +136,13 @@ def policy_path(config: Config) -> Path | None:
     return default_path(config, "train", "checkpoint", section.policy, "online.policy")
 
 
-def begin(config: Config, given: Policy | None, world: World, folder: RunFolder, device: torch.device) -> Beginning:
+def initialise(
+    config: Config, given: Policy | None, world: World, folder: RunFolder, device: torch.device
+) -> InitialState:
     """Build the learner, or resume an earlier one, and train it on recorded data."""
     section, seed = config.online, derive_seed(config.run.seed, "agent")
     if isinstance(given, AgentPolicy | SteeredPolicy):
-        return gone_on(config, given, device)
+        return resume_from_checkpoint(config, given, device)
     kind, settings = section.agent.kind, section.agent.config
     if section.method == "dsrl":
         assert given is not None  # which policy_path sees to
@@ -148,7 +150,7 @@ def begin(config: Config, given: Policy | None, world: World, folder: RunFolder,
         steering = steer(
             given, settings, fields, tasks, bound=section.noise_bound, seed=seed, kind=kind, steers=False
         ).to(device)
-        return Beginning(steering, plays_noise(steering), "warm-up")
+        return InitialState(steering, plays_noise(steering), "warm-up")
     episodes = recorded_episodes(config, given, device)
     interface = seen_by_agent(config, given, world, episodes)
     agent = AGENTS.builds(kind)(settings, interface.size, interface.actions, seed).to(device)
@@ -156,16 +158,16 @@ def begin(config: Config, given: Policy | None, world: World, folder: RunFolder,
     require_fit(acting.spec, world.spec)  # before it learns anything of recorded data
     other = plays_agent(copy.deepcopy(agent)) if given is None else plays_policy(given, acting)
     if episodes is None:
-        return Beginning(acting, other, "warm-up")
+        return InitialState(acting, other, "warm-up")
     data = recorded_decisions(episodes, interface, agent.discount).transitions
     if not section.pretrain_steps:
-        return Beginning(acting, other, "recorded", data)
+        return InitialState(acting, other, "recorded", data)
     generators = Generators(derive_seed(config.run.seed, "online/pretrain"), device)
     fit_agent(agent, data, section.pretrain_steps, section.batch_size, generators, run=folder, label="agent")
-    return Beginning(acting, plays_agent(copy.deepcopy(agent)), "recorded", data)
+    return InitialState(acting, plays_agent(copy.deepcopy(agent)), "recorded", data)
 
 
-def gone_on(config: Config, policy: AgentPolicy | SteeredPolicy, device: torch.device) -> Beginning:
+def resume_from_checkpoint(config: Config, policy: AgentPolicy | SteeredPolicy, device: torch.device) -> InitialState:
     """Resume a policy from earlier online learning; raises ConfigError when that used another method."""
     method = "actions" if isinstance(policy, AgentPolicy) else "dsrl"
     if config.online.method != method:
@@ -177,9 +179,9 @@ def gone_on(config: Config, policy: AgentPolicy | SteeredPolicy, device: torch.d
         frozen = plays_noise(policy)
     episodes = recorded_episodes(config, policy, device)
     if episodes is None:
-        return Beginning(policy, frozen, "already")
+        return InitialState(policy, frozen, "already")
     data = recorded_decisions(episodes, policy.interface, policy.agent.discount).transitions
-    return Beginning(policy, frozen, "already", data)
+    return InitialState(policy, frozen, "already", data)
 
 
 def seen_by_agent(config: Config, given: Policy | None, world: World, episodes: Episodes | None) -> Interface:
@@ -212,15 +214,15 @@ def recorded_episodes(config: Config, given: Policy | None, device: torch.device
     return episodes.to(device)
 
 
-def by_of(found: OnlineResult) -> str:
+def steps_per_update(found: OnlineResult) -> str:
     """Return the metric that compares evaluations: success, or the return if the world reports no success."""
     by_return = any("deterministic_return" in record for record in found.evaluations)
     return "deterministic_return" if by_return else "deterministic_success"
 
 
-def say(found: OnlineResult, method: str) -> None:
+def print_result(found: OnlineResult, method: str) -> None:
     """Print the learning curve of the online method, and advice if nothing improved."""
-    by = by_of(found)
+    by = steps_per_update(found)
     curve = [(record["updates"], record[by]) for record in found.evaluations]
     if curve:
         text = ", ".join(f"{value:.3g} after {updates}" for updates, value in curve)

@@ -44,7 +44,7 @@ from robopolicy.policies.abilities import Denoises
 from robopolicy.policies.loading import checkpoint_in
 from robopolicy.rl.offline.decisions import observations_at
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
-from robopolicy.verbs.job import judge_in_its_world
+from robopolicy.verbs.job import evaluate_in_own_world
 from robopolicy.verbs.optimize_model import optimize_model
 from robopolicy.verbs.verb import Verb
 from worldmodels.checkpoint import holds_world_model
@@ -61,7 +61,7 @@ REFERENCE = "reference"
 
 
 @dataclass(frozen=True)
-class Way:
+class InferenceMethod:
     """An inference method: engine settings and an optional block cache."""
 
     config: InferenceConfig
@@ -85,7 +85,7 @@ def run(config: Config) -> int:
     policy = load_policy(path, device)
     folder = open_fresh_run(config, "optimize", VERB.sections)
     observation = observations(config, policy, device)
-    ways = ways_for(section, policy, observation)
+    ways = methods_to_test(section, policy, observation)
     policies, refusals = policies_of(policy, ways)
     errors = errors_of(policies, observation)
     for name, error in list(errors.items()):
@@ -109,7 +109,7 @@ def run(config: Config) -> int:
     )
     save_plan(path, plan)
     result: dict[str, Any] = {"checkpoint": str(path), "chosen": fastest, "ways": rows, "left_out": refusals}
-    finish(config, folder, result | judged(config, {REFERENCE: policy, fastest: policies[fastest]}, device))
+    finish(config, folder, result | evaluated(config, {REFERENCE: policy, fastest: policies[fastest]}, device))
     faster = times[REFERENCE].least / times[fastest].least
     output.print(f"Chosen: {fastest}, {faster:.1f}x faster than the reference; saved in {path / 'inference.json'}.")
     output.print(f"Report: {report_for_run(folder.path)}")
@@ -146,13 +146,16 @@ def first_rows(seen: TensorObservation, count: int) -> TensorObservation:
     }
 
 
-def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) -> dict[str, Way]:
+def methods_to_test(section: OptimizeSection, policy: Policy, seen: TensorObservation) -> dict[str, InferenceMethod]:
     """Return the inference methods to test, by name: exact engines, and cheaper methods if the section allows an error.
 
     Cheaper methods use the first engine that is not the reference. For a policy that wraps another policy, they apply
     to the wrapped one.
     """
-    ways = {REFERENCE: Way(InferenceConfig()), **{name: Way(InferenceConfig(name)) for name in section.engines}}
+    ways = {
+        REFERENCE: InferenceMethod(InferenceConfig()),
+        **{name: InferenceMethod(InferenceConfig(name)) for name in section.engines},
+    }
     deciding = innermost(policy)
     if not section.max_action_error:
         return ways
@@ -169,24 +172,24 @@ def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) 
         output.print("Only the reference engine: bf16, fewer steps and block caches need the engine lean.")
         return ways
     engine = InferenceConfig(cheaper[0])
-    caches = cached_ways(section, policy, seen, engine)
+    caches = cached_methods(section, policy, seen, engine)
     schedule = deciding.own_schedule
     if schedule is None:
         return ways | caches
     total = schedule.steps
-    ways["bf16"] = Way(replace(engine, precision="bf16"))
+    ways["bf16"] = InferenceMethod(replace(engine, precision="bf16"))
     # With fewer steps than these the second of each pair is the first.
     samplers = {"euler": 1, "heun": 3} if isinstance(schedule, FlowSchedule) else {"ddim": 1, "dpm++": 2}
     for sampler, least_steps in samplers.items():
         for steps in section.steps:
             if least_steps <= steps < total:
-                ways[f"{sampler} {steps}"] = Way(replace(engine, sampler=sampler, steps=steps))
+                ways[f"{sampler} {steps}"] = InferenceMethod(replace(engine, sampler=sampler, steps=steps))
     return ways | caches
 
 
-def cached_ways(
+def cached_methods(
     section: OptimizeSection, policy: Policy, seen: TensorObservation, engine: InferenceConfig
-) -> dict[str, Way]:
+) -> dict[str, InferenceMethod]:
     """Return the block caches to test, calibrated on the observations.
 
     Returns none for a network without known blocks, and for a policy that wraps another policy.
@@ -209,10 +212,10 @@ def cached_ways(
         return {}
     budgets = [budget for budget in budgets if budget < calibration.steps]
     plans = plans_to_try(calibration, section.schedulers, budgets, section.orders)
-    return {name: Way(engine, plan) for name, plan in plans.items()}
+    return {name: InferenceMethod(engine, plan) for name, plan in plans.items()}
 
 
-def policies_of(policy: Policy, ways: Mapping[str, Way]) -> tuple[dict[str, Policy], dict[str, str]]:
+def policies_of(policy: Policy, ways: Mapping[str, InferenceMethod]) -> tuple[dict[str, Policy], dict[str, str]]:
     """Return the policy with each inference method, and the reasons why some methods are not supported."""
     policies, refusals = dict[str, Policy](), dict[str, str]()
     for name, way in ways.items():
@@ -235,13 +238,13 @@ def errors_of(policies: Mapping[str, Policy], seen: TensorObservation) -> dict[s
     return {name: action_error(each, actions[REFERENCE]) for name, each in actions.items()}
 
 
-def row(way: Way, error: float, time: Timing, reference: Timing) -> dict[str, Any]:
+def row(way: InferenceMethod, error: float, time: Timing, reference: Timing) -> dict[str, Any]:
     """Return the results of one method, JSON-serialisable."""
     share = {} if way.cache is None else {"block_share": way.cache.share}
     return {"error": error, **time.to_json(), "times_as_fast": reference.least / time.least, **share}
 
 
-def judged(config: Config, policies: Mapping[str, Policy], device: torch.device) -> dict[str, Any]:
+def evaluated(config: Config, policies: Mapping[str, Policy], device: torch.device) -> dict[str, Any]:
     """Evaluate the reference and the choice; print and return the results. Returns nothing without
     optimize.evaluate_episodes, or if the reference is chosen.
     """
@@ -251,7 +254,7 @@ def judged(config: Config, policies: Mapping[str, Policy], device: torch.device)
     if len(policies) < 2:
         output.print("No evaluation: the reference was chosen, so there is nothing to compare.")
         return {}
-    verdicts = judge_in_its_world(config, policies, count, device)
+    verdicts = evaluate_in_own_world(config, policies, count, device)
     first, second = verdicts.values()
     difference = compare(first.deterministic, second.deterministic)
     return {"verdicts": {name: each.to_json() for name, each in verdicts.items()}, "difference": difference.to_json()}

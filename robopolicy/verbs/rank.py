@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from robopolicy.building.policies import as_seen_in, choose_device, load_policy
+from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
 from robopolicy.building.workers import Built, Workers, open_workers
 from robopolicy.building.worlds import build_noisy_expert, build_world
 from robopolicy.configuration import Config
@@ -144,7 +144,7 @@ def acting_in(
     if policy is None:
         seed = derive_seed(config.run.seed, f"rank/{name}")
         return world, build_noisy_expert(section, world, str(candidate), seed, config.collect.controller)
-    return world, as_seen_in(world, policy)
+    return world, adapt_policy_to_world(world, policy)
 
 
 def in_worker(config: Config, name: str, path: str, noise: str) -> Built:

@@ -16,7 +16,7 @@ import torch
 
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.policies import load_acting, load_policy, new_policy
-from robopolicy.building.worlds import EXPERT, build_foresight, build_noisy_expert, build_world
+from robopolicy.building.worlds import EXPERT, build_lookahead, build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import InferenceSection
 from robopolicy.configuration.sections.run import WorldSection
@@ -26,7 +26,7 @@ from robopolicy.core.policy import Policy, is_policy, require_trainable
 from robopolicy.core.randomness import derive_seed, episode_seeds
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
-from robopolicy.data.foresight import Foresight
+from robopolicy.data.foresight import LookaheadController
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import compared
 from robopolicy.policies.abilities import is_pretrained
@@ -36,7 +36,7 @@ from robopolicy.training.auxiliary import build_state_head
 from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.pretrain import plan_conditions
 from robopolicy.training.teaching import Teacher, teach
-from robopolicy.verbs.job import Job, evaluation_seeds, film_alone, print_verdicts, say_model
+from robopolicy.verbs.job import Job, evaluation_seeds, print_evaluations, print_model, record_video
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -76,7 +76,7 @@ def run(config: Config) -> int:
     )
     seconds = clock.seconds
     world.close()
-    if isinstance(teacher.says, Foresight):
+    if isinstance(teacher.says, LookaheadController):
         teacher.says.close()
     student = teaching.student
     remember_origin(student, origin_of_section(config.world, world))
@@ -105,7 +105,7 @@ def plan(config: Config, teacher: Teacher, world: World, device: torch.device) -
     seeds, draws = episode_seeds(config.run.seed, "teach/plan", 1), torch.Generator(device)
     episodes = record(world, teacher.plays(0), seeds, generator=draws)
     student = new_policy(config, episodes, device)
-    say_model(student, section)
+    print_model(student, section)
     if section.auxiliary_keys:
         build_state_head(student, episodes, section, config.run.seed)
     if section.cache_encoder_outputs:
@@ -143,10 +143,10 @@ def the_expert(config: Config, world: World, student: Reach | None) -> Teacher:
         seed = derive_seed(config.run.seed, f"teach/noise/{number}")
         return build_noisy_expert(config.world, world, config.teach.noise, seed, controller)
 
-    return Teacher(build_foresight(config.world, world, student.prediction if student else 1, controller), plays)
+    return Teacher(build_lookahead(config.world, world, student.prediction if student else 1, controller), plays)
 
 
-def judged(job: Job, teacher: Policy | Controller | Foresight, student: Policy) -> dict[str, Any]:
+def judged(job: Job, teacher: Policy | Controller | LookaheadController, student: Policy) -> dict[str, Any]:
     """Evaluate the teacher, if it is a policy, and the student from the same initial states; print and return the
     results.
 
@@ -155,14 +155,14 @@ def judged(job: Job, teacher: Policy | Controller | Foresight, student: Policy) 
     config, section = job.config, job.config.teach
     seeds = evaluation_seeds(config, section.evaluate_episodes)
     policies: dict[str, Policy] = {"student": student}
-    if not isinstance(teacher, Foresight) and is_policy(teacher):
+    if not isinstance(teacher, LookaheadController) and is_policy(teacher):
         policies = {"teacher": teacher, **policies}
     verdicts = {}
     for name, each in policies.items():
         world = build_world(config.world, each, episodes=len(seeds), seed=config.run.seed, device=job.device)
         verdicts |= job.judge(world, {name: each}, len(seeds))
         if each is student:
-            film_alone(world, student, seeds[: section.videos], job.folder, name, job.device)
+            record_video(world, student, seeds[: section.videos], job.folder, name, job.device)
         world.close()
-    print_verdicts(verdicts)
+    print_evaluations(verdicts)
     return compared(verdicts) if "teacher" in verdicts else {"student": verdicts["student"].to_json()}

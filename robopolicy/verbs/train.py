@@ -19,7 +19,7 @@ import torch
 from rich.markup import escape
 
 from robopolicy.building.origins import origin_of_section
-from robopolicy.building.policies import behind, load_policy, new_policy
+from robopolicy.building.policies import load_policy, new_policy, with_model_encoder
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.delayed import episodes_for_world, with_latency_options
@@ -47,7 +47,7 @@ from robopolicy.training.encoders import load_encoder
 from robopolicy.training.fit import FitResult, Staged, fit_stages
 from robopolicy.training.pretrain import pretrain
 from robopolicy.training.reading import DataRead, describe_reading, require_fit_of
-from robopolicy.verbs.job import Job, began_from, print_verdicts, say_model
+from robopolicy.verbs.job import Job, print_evaluations, print_model, starting_checkpoint
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import encoded, save_encoder
 from worldmodels.protocol import BehindEncoder
@@ -81,13 +81,13 @@ def run(config: Config) -> int:
     remember_renaming(policy, renaming)
     if base is not None:
         require_learnable(data, base, episodes)
-    say_model(policy, config.train)
-    acting_policy = behind(encoder, policy) if encoder is not None else policy
+    print_model(policy, config.train)
+    acting_policy = with_model_encoder(encoder, policy) if encoder is not None else policy
     reads_text = getattr(policy, "reads_instructions", None)
-    reading = say_reading(
+    reading = print_reading(
         config, (data, *config.train.extra_datasets), renaming, recorded_episodes, acting_policy.spec, reads_text
     )
-    say_targets(episodes, policy)
+    print_targets(episodes, policy)
     count = config.train.evaluate_episodes
     data_origin = with_latency_options(recorded_origin(data), config.world.options)
     world: World | None = None
@@ -100,10 +100,10 @@ def run(config: Config) -> int:
     seconds = clock.seconds
     if encoder is not None:
         save_encoder(encoder, folder.checkpoint)
-    first = say_losses(folder, fit_result)
+    first = print_losses(folder, fit_result)
     result: dict[str, Any] = {
         "data": str(data),
-        **({} if config.train.policy is None else began_from(config.train.policy)),
+        **({} if config.train.policy is None else starting_checkpoint(config.train.policy)),
         "episodes": len(episodes),
         "steps": episodes.step_count,
         "read": reading.to_json(),
@@ -118,16 +118,16 @@ def run(config: Config) -> int:
         if isinstance(policy, PlansInternally) and (reactive := policy.without_planning()) is not None:
             policies = {UNPLANNED: reactive, **policies}
         if encoder is not None:
-            policies = {name: behind(encoder, each) for name, each in policies.items()}
+            policies = {name: with_model_encoder(encoder, each) for name, each in policies.items()}
         verdicts = job.judge(world, policies, count)
         world.close()
-        print_verdicts(verdicts)
+        print_evaluations(verdicts)
         result |= {name: verdict.to_json() for name, verdict in verdicts.items()}
     job.finish(result)
     return 0
 
 
-def say_reading(
+def print_reading(
     config: Config,
     places: Sequence[Path],
     renamed: Mapping[str, str],
@@ -152,7 +152,7 @@ def say_reading(
     return reading
 
 
-def say_targets(episodes: Episodes, policy: Trainable) -> None:
+def print_targets(episodes: Episodes, policy: Trainable) -> None:
     """Print which actions are learned, when they are a teacher's or a person's instead of the executed ones."""
     if episodes.labels is not None and not isinstance(policy, Staged):  # which also learns what actions lead to
         output.print("Training targets: the teacher's actions (label.action), not the executed ones.")
@@ -236,7 +236,7 @@ def demonstrations(config: Config, data: Path, renamed: Mapping[str, str] | None
     return episodes
 
 
-def say_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:
+def print_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:
     """Print the first and last logged mean of each loss (only the last if logged once); return the first ones."""
     records = folder.metrics()
     losses_of = {name: [float(each[name]) for each in records if name in each] for name in fitted.losses}

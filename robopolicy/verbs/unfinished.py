@@ -16,7 +16,7 @@ from robopolicy.core.randomness import NOISE_VERSION
 from robopolicy.core.registry import add_working_folder, is_dotted
 from robopolicy.core.structured import to_plain
 from robopolicy.core.tensors import file_hash
-from robopolicy.data.kept import Kept
+from robopolicy.data.kept import RecordingCache
 from robopolicy.data.quality import fingerprint
 
 FOLDER = "unfinished"
@@ -43,11 +43,11 @@ class Unfinished:
             self.remove()
         return actor_folder
 
-    def part(self, name: str, episodes: int) -> Kept:
+    def part(self, name: str, episodes: int) -> RecordingCache:
         """Return the saved episodes of a part with this many `episodes`; warns if some exist and others are still to be
         played.
         """
-        cache = Kept(self._own / name)
+        cache = RecordingCache(self._own / name)
         if cache.known and (remaining := len(cache.left(episodes))):
             self.played_later += remaining
             warnings.warn(
@@ -74,10 +74,10 @@ def _what_counts(config: Config) -> dict[str, Any]:
     paths = (config.world.name, section.controller, label)
     sources = [file_hash(file) for name in paths if (file := source_of(name)) is not None]
     teacher = hashes(Path(label)) if label else {}
-    return {"actor": who_acts(config), "teacher": teacher, "sources": sources, "noise": NOISE_VERSION}
+    return {"actor": acting_source(config), "teacher": teacher, "sources": sources, "noise": NOISE_VERSION}
 
 
-def who_acts(config: Config) -> dict[str, Any]:
+def acting_source(config: Config) -> dict[str, Any]:
     """Return the identity of the actor, JSON-serialisable; for checkpoints the hashes of their files, independent of
     location.
     """

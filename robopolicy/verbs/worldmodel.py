@@ -35,7 +35,7 @@ from robopolicy.data.lerobot_reading import require_known
 from robopolicy.data.record import record, record_until
 from robopolicy.data.restyle import restyled
 from robopolicy.evaluation.image_quality import unit_of
-from robopolicy.evaluation.intervals import shown
+from robopolicy.evaluation.intervals import plus_minus
 from robopolicy.evaluation.report import IMAGINED
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow, images_imagined
@@ -183,8 +183,8 @@ def show(validation: Mapping[str, Any]) -> None:
     """Print the metrics that show whether the model is reliable."""
     success = validation["success"]
     output.print(
-        f"Reward error {shown(validation['reward_error'], '.3f')} of the variance; success head precision "
-        f"{shown(success['precision'], '.2f')}, recall {shown(success['recall'], '.2f')}"
+        f"Reward error {plus_minus(validation['reward_error'], '.3f')} of the variance; success head precision "
+        f"{plus_minus(success['precision'], '.2f')}, recall {plus_minus(success['recall'], '.2f')}"
     )
     if not success["positives"]:
         output.print(

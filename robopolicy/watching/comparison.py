@@ -12,7 +12,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_object
 from robopolicy.evaluation.intervals import compare_paired, compare_returns
 from robopolicy.evaluation.plots import COLOURS, as_svg, drawing, new_figure
-from robopolicy.evaluation.report import Section, judged_in
+from robopolicy.evaluation.report import Section, evaluated_policies_in
 from robopolicy.evaluation.tables import difference_text
 from robopolicy.evaluation.trackers import flat, is_number
 from robopolicy.runs import DESCRIPTION, RESULT
@@ -57,7 +57,9 @@ class Compared:
 
     def judged(self) -> Mapping[str, Any] | None:
         """Return the last deterministic evaluation; None if there is none."""
-        evaluations = [figures for label, figures in judged_in(self.result) if label.endswith(", deterministic")]
+        evaluations = [
+            figures for label, figures in evaluated_policies_in(self.result) if label.endswith(", deterministic")
+        ]
         return evaluations[-1] if evaluations and "per_episode" in evaluations[-1] else None
 
 

@@ -14,7 +14,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.status import RUNNING, Phase, read_status, state_of, status_file
 from robopolicy.core.storage import read_errors, read_object
 from robopolicy.evaluation.intervals import wilson
-from robopolicy.evaluation.report import judged_in
+from robopolicy.evaluation.report import evaluated_policies_in
 from robopolicy.evaluation.tables import evaluation_text
 from robopolicy.runs import DESCRIPTION, RESULT
 
@@ -165,7 +165,9 @@ def outcome_of(result: Mapping[str, Any]) -> Outcome | None:
     """Return the last evaluation in a result; None if there is none."""
     if isinstance(result.get("finetune"), Mapping):  # of a demo
         return outcome_of(result["finetune"])
-    evaluations = [(label, figures) for label, figures in judged_in(result) if label.endswith(", deterministic")]
+    evaluations = [
+        (label, figures) for label, figures in evaluated_policies_in(result) if label.endswith(", deterministic")
+    ]
     stages = result.get("stages", {})
     evaluations += [(name, stage["policy"]["deterministic"]) for name, stage in stages.items() if "policy" in stage]
     if evaluations:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from robopolicy.building.origins import in_world
+from robopolicy.building.origins import with_world_of
 from robopolicy.configuration import compose
 from robopolicy.core.delayed import with_latency_of
 from robopolicy.core.errors import CheckpointError, ConfigError
@@ -59,9 +59,9 @@ def test_what_worlds_take_is_taken():
 
 def test_options_of_a_checkpoint_are_said(capsys):
     section = compose(["world=push_t"]).world
-    in_world(section, WorldOrigin("reach_planar", {"latency_steps": 4, "style": 2}), "the checkpoint")
+    with_world_of(section, WorldOrigin("reach_planar", {"latency_steps": 4, "style": 2}), "the checkpoint")
     assert "World options from the checkpoint: latency_steps=4, style=2" in capsys.readouterr().out
-    in_world(section, WorldOrigin("reach_planar"), "the checkpoint")
+    with_world_of(section, WorldOrigin("reach_planar"), "the checkpoint")
     assert "World options" not in capsys.readouterr().out
 
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from robopolicy.building.worlds import build_foresight
+from robopolicy.building.worlds import build_lookahead
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
-from robopolicy.data.foresight import Foresight
+from robopolicy.data.foresight import LookaheadController
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
@@ -31,7 +31,7 @@ def worlds(rows, **options):
 def test_undisturbed_it_says_what_the_controller_then_does():
     world, ahead = worlds(3)
     expert = load_task("push_cube").expert()
-    episodes = record(world, expert, np.arange(4), teacher=Foresight(expert, world, ahead, STEPS))
+    episodes = record(world, expert, np.arange(4), teacher=LookaheadController(expert, world, ahead, STEPS))
     assert episodes.labels is not None and episodes.labels.shape[1:] == (STEPS, 2)
     done = episodes.actions_ahead(STEPS)
     begun = episodes.starts[episodes.episode_of_step]
@@ -47,7 +47,7 @@ def test_where_noise_leads_it_says_what_would_come_of_the_controller_from_there(
     world, ahead = worlds(3, cameras=cameras, image_size=16)
     expert = load_task("push_cube").expert()
     noisy = NoisyController(expert, Noise(gaussian=0.4), 0, world.spec.action)
-    episodes = record(world, noisy, np.arange(3), teacher=Foresight(expert, world, ahead, STEPS))
+    episodes = record(world, noisy, np.arange(3), teacher=LookaheadController(expert, world, ahead, STEPS))
     assert episodes.labels is not None
     again = make_world("push_cube", 1)
     for episode, step in ((0, 0), (1, 5), (2, 9)):
@@ -79,7 +79,7 @@ def test_what_a_controller_remembers_goes_on_and_only_what_happened_stays_rememb
     world, ahead = worlds(1)
     counts = Counts()
     episodes = record(world, NoisyController(load_task("push_cube").expert(), 0.4, 0, world.spec.action), [0],
-                      teacher=Foresight(counts, world, ahead, STEPS))  # fmt: skip
+                      teacher=LookaheadController(counts, world, ahead, STEPS))  # fmt: skip
     assert episodes.labels is not None
     labels = np.rint(100 * episodes.labels[:, :, 0].numpy()).astype(int)
     steps = np.arange(1, len(labels) + 1)
@@ -103,21 +103,21 @@ class NoSnapshots:
 def test_where_it_cannot_be_the_controller_says_a_step_or_the_reason_is_said():
     world, ahead = worlds(1)
     expert, section = load_task("push_cube").expert(), compose(["world=push_cube"]).world
-    assert isinstance(build_foresight(section, NoSnapshots(world), STEPS), type(expert))
-    assert isinstance(build_foresight(section, world, 1), type(expert))
+    assert isinstance(build_lookahead(section, NoSnapshots(world), STEPS), type(expert))
+    assert isinstance(build_lookahead(section, world, 1), type(expert))
     with pytest.raises(ConfigError, match="does not support snapshots"):
-        Foresight(expert, NoSnapshots(world), ahead, STEPS)
+        LookaheadController(expert, NoSnapshots(world), ahead, STEPS)
     with pytest.raises(ConfigError, match="Locked cannot be deep-copied"):
-        Foresight(Locked(), world, ahead, STEPS)
-    foresight = build_foresight(section, world, STEPS)
-    assert isinstance(foresight, Foresight) and foresight.ahead.batch_size == 1
+        LookaheadController(Locked(), world, ahead, STEPS)
+    foresight = build_lookahead(section, world, STEPS)
+    assert isinstance(foresight, LookaheadController) and foresight.ahead.batch_size == 1
     foresight.close()
 
 
 def test_what_lies_behind_the_end_is_not_learned_and_the_disk_remembers_it(tmp_path):
     world, ahead = worlds(2)
     expert = load_task("push_cube").expert()
-    episodes = record(world, expert, np.arange(2), teacher=Foresight(expert, world, ahead, STEPS))
+    episodes = record(world, expert, np.arange(2), teacher=LookaheadController(expert, world, ahead, STEPS))
     write_dataset(episodes, tmp_path / "dataset")
     read = read_dataset(tmp_path / "dataset")
     assert torch.equal(read.label_steps, episodes.label_steps)
@@ -138,8 +138,8 @@ def test_it_plays_on_behind_success_but_not_behind_the_time_limit():
     """A policy that comes a little later still has to know what to do; nobody comes after the time limit."""
     section = compose(["world=push_cube"]).world
     world = make_world("push_cube", 4)
-    says = build_foresight(section, world, STEPS)
-    assert isinstance(says, Foresight)
+    says = build_lookahead(section, world, STEPS)
+    assert isinstance(says, LookaheadController)
     expert = load_task("push_cube").expert()
     episodes = record(world, expert, np.arange(4), teacher=says)
     last = episodes.starts + episodes.lengths - 1

@@ -14,7 +14,7 @@ from robopolicy.core.storage import write_atomic
 from robopolicy.core.tensors import file_hash
 from robopolicy.data import record as recording
 from robopolicy.data.configuration import CorrectConfig
-from robopolicy.data.kept import Kept
+from robopolicy.data.kept import RecordingCache
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.data.record import record, record_chains, record_corrected
 from robopolicy.policies.configuration import DenoisingPolicyConfig
@@ -72,8 +72,8 @@ def test_what_was_broken_off_ends_as_if_it_had_not_been(successes_only, share, t
 
     unbroken = play(whole := Stops(make_world(WORLD, 4), -1))
     with pytest.raises(KeyboardInterrupt):
-        play(Stops(make_world(WORLD, 4), int(share * whole.steps)), Kept(tmp_path / "kept"))
-    before = Kept(tmp_path / "kept")
+        play(Stops(make_world(WORLD, 4), int(share * whole.steps)), RecordingCache(tmp_path / "kept"))
+    before = RecordingCache(tmp_path / "kept")
     assert set(before.known) != set(range(COUNT)) and bool(before.known) == (share > 0)
     rest = Stops(make_world(WORLD, 4), -1)
     same(play(rest, before), unbroken)
@@ -105,8 +105,8 @@ def test_images_labels_chains_and_turns_come_back_bit_for_bit(tmp_path):
         ("chained", state, chained),
         ("corrected", state, corrected),
     ):
-        first = play(world, Kept(tmp_path / name))
-        second = play(Stops(world, 0), Kept(tmp_path / name))
+        first = play(world, RecordingCache(tmp_path / name))
+        second = play(Stops(world, 0), RecordingCache(tmp_path / name))
         for one, other in zip(
             *((each if isinstance(each, tuple) else (each,)) for each in (first, second)), strict=True
         ):
@@ -115,28 +115,28 @@ def test_images_labels_chains_and_turns_come_back_bit_for_bit(tmp_path):
 
 
 def test_episodes_are_written_while_others_run(tmp_path):
-    kept = Kept(tmp_path, seconds=0)
+    kept = RecordingCache(tmp_path, seconds=0)
     world = Stops(make_world(WORLD, 4), -1)
     counts = []
     step = world.step
 
     def counted(actions):
-        counts.append(len(Kept(tmp_path).known))
+        counts.append(len(RecordingCache(tmp_path).known))
         return step(actions)
 
     world.step = counted
     record(world, load_task(WORLD).expert(), np.arange(COUNT), kept=kept)
     assert counts[0] == 0 and counts[-1] >= COUNT - 4 and sorted(counts) == counts
-    assert sorted(Kept(tmp_path).known) == list(range(COUNT))
+    assert sorted(RecordingCache(tmp_path).known) == list(range(COUNT))
 
 
 def test_a_file_that_is_not_ours_is_named(tmp_path):
     write_atomic(tmp_path / "00000001.npz", b"not a zip file")
     with pytest.raises(DataError, match=r"00000001\.npz is corrupt .* run\.overwrite=true"):
-        Kept(tmp_path)
+        RecordingCache(tmp_path)
     np.savez(tmp_path / "00000001.npz", **{"0/task": np.array({"code": 1}, dtype=object)})
     with pytest.raises(DataError, match="corrupt"):
-        Kept(tmp_path)
+        RecordingCache(tmp_path)
 
 
 def interrupted_after(monkeypatch, steps):

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from robopolicy.core.errors import ConfigError, DataError
-from robopolicy.evaluation.gate import Gate, judged
+from robopolicy.evaluation.gate import Gate, evaluator_result
 
 
 @dataclass
@@ -31,12 +31,12 @@ def normal(mean, count=256, seed=0, spread=1.0):
 
 def test_bounds_are_those_of_the_paired_difference():
     base, noise = normal(0.0, spread=5.0), normal(0.1, seed=1, spread=0.2)
-    judgement = judged("x", base + noise, base, margin=0.0)
+    judgement = evaluator_result("x", base + noise, base, margin=0.0)
     interval = stats.ttest_1samp(noise, 0.0).confidence_interval(0.95)
     assert judgement.student == pytest.approx((interval.low, interval.high))
     assert judgement.bootstrap == pytest.approx(judgement.student, abs=0.005)
     assert judgement.better and judgement.difference == pytest.approx(noise.mean())
-    assert judged("x", base, base + noise, margin=0.0).difference == pytest.approx(-noise.mean())
+    assert evaluator_result("x", base, base + noise, margin=0.0).difference == pytest.approx(-noise.mean())
 
 
 def test_equal_policies_are_rarely_accepted_and_better_ones_often():
@@ -45,21 +45,21 @@ def test_equal_policies_are_rarely_accepted_and_better_ones_often():
     for better in accepted:
         for _ in range(400):
             base = draws.normal(size=64)
-            accepted[better] += judged("x", base + draws.normal(better, 1.0, 64), base, 0.0).better
+            accepted[better] += evaluator_result("x", base + draws.normal(better, 1.0, 64), base, 0.0).better
     assert accepted[0.0] <= 400 * 0.05  # 2.5 % are meant; 20 of 400 is two standard deviations above
     assert accepted[0.3] >= 400 * 0.5
 
 
 def test_equal_values_are_no_improvement():
     same = np.ones(8)
-    judgement = judged("x", same, same, margin=0.0)
+    judgement = evaluator_result("x", same, same, margin=0.0)
     assert not judgement.better and judgement.low == 0.0
 
 
 def test_a_value_beyond_what_the_data_makes_credible_is_not_believed():
     base, high = np.linspace(0.0, 1.0, 64), np.linspace(4.0, 5.0, 64)
     for ceiling, believed in ((None, True), (4.5, True), (4.4, False)):
-        judgement = judged("x", high, base, margin=0.0, ceiling=ceiling)
+        judgement = evaluator_result("x", high, base, margin=0.0, ceiling=ceiling)
         assert judgement.low > 3.9 and judgement.better == judgement.credible == believed
     judge = Table({"new": high, "old": base})
     assert Gate([judge]).decide("new", "old").accepted
@@ -104,9 +104,9 @@ def test_what_is_refused():
     with pytest.raises(ConfigError, match="at least 0"):
         Gate([Table({})], margin=-1.0)
     with pytest.raises(DataError, match="cannot be paired"):
-        judged("x", np.zeros(3), np.zeros(4), 0.0)
+        evaluator_result("x", np.zeros(3), np.zeros(4), 0.0)
     with pytest.raises(DataError, match="model returned values that are not finite"):
-        judged("model", np.array([0.0, np.nan]), np.zeros(2), 0.0)
+        evaluator_result("model", np.array([0.0, np.nan]), np.zeros(2), 0.0)
 
 
 def test_trials_in_the_world_are_counted_verdict_by_verdict():

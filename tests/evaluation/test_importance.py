@@ -15,7 +15,7 @@ from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.data.record import record, record_chains
 from robopolicy.evaluation.importance import (
-    ImportanceJudge,
+    ImportanceEvaluator,
     importance_estimate,
     log_densities,
     outcome,
@@ -122,12 +122,12 @@ def test_densities_are_of_all_elements_and_neither_averaged_nor_clamped(logged):
 
 def test_the_logged_policy_weighs_one_exactly_and_others_do_not(logged):
     policy, episodes, chains = logged
-    judge = ImportanceJudge(episodes, chains, by="return", least=1.0)
+    judge = ImportanceEvaluator(episodes, chains, by="return", least=1.0)
     assert judge.values(policy) == pytest.approx(episodes.returns.numpy(), abs=1e-6)
     assert judge.effective == [len(episodes)], "weights of exactly 1"
     judge.values(moved(policy, 0.02))
     assert 1 <= judge.effective[1] < len(episodes)
-    success = ImportanceJudge(episodes, chains, least=1.0)
+    success = ImportanceEvaluator(episodes, chains, least=1.0)
     assert success.values(policy) == pytest.approx(episodes.success.double().numpy(), abs=1e-9)
 
 
@@ -161,7 +161,7 @@ def test_chains_of_a_dataset_are_read_back_and_absent_ones_refused(logged, tmp_p
     chains_read = read_chains([tmp_path / "with"], 3, 2)
     for name in ("step", "chain", "log_density"):
         assert torch.equal(getattr(chains_read, name), getattr(chains, name)), name
-    judge = ImportanceJudge(read_dataset(tmp_path / "with"), chains_read, by="return", least=24.0)
+    judge = ImportanceEvaluator(read_dataset(tmp_path / "with"), chains_read, by="return", least=24.0)
     assert judge.values(policy) == pytest.approx(episodes.returns.numpy(), abs=1e-6), "still weights of exactly 1"
     with pytest.raises(DataError, match=r"has no denoising chains: record them with collect.chains=true"):
         read_chains([tmp_path / "with", tmp_path / "without"], 3, 2)
@@ -174,13 +174,13 @@ def test_chains_of_a_dataset_are_read_back_and_absent_ones_refused(logged, tmp_p
 def test_what_is_refused(logged):
     policy, episodes, chains = logged
     with pytest.raises(DataError, match=r"effective sample size of 24 recorded episodes is \d.*, below 20"):
-        ImportanceJudge(episodes, chains, least=20.0).values(moved(policy, 1.0))
+        ImportanceEvaluator(episodes, chains, least=20.0).values(moved(policy, 1.0))
     with pytest.raises(DataError, match=r"3 denoising steps .* this policy has 2"):
         log_densities(prepared(policy), episodes, chains)
     with pytest.raises(ConfigError, match="evaluates success or return"):
-        ImportanceJudge(episodes, chains, by="luck")
+        ImportanceEvaluator(episodes, chains, by="luck")
     with pytest.raises(DataError, match="lack the log-probabilities"):
-        ImportanceJudge(episodes, Chains(chains.step, chains.chain))
+        ImportanceEvaluator(episodes, Chains(chains.step, chains.chain))
     with pytest.raises(DataError, match="contain no success"):
         outcome(replace(episodes, step_success=None), "success")
     with pytest.raises(ConfigError, match="no noisy denoising steps"):
@@ -197,7 +197,7 @@ def test_chains_of_another_normaliser_are_not_weighed(logged):
     densities = log_densities(other, episodes, chains).float()
     assert torch.allclose(densities, chains.log_density), "nothing tells it from the logged one but what is executed"
     with pytest.raises(DataError, match="a policy with another action normaliser"):
-        ImportanceJudge(episodes, chains, by="return", least=1.0).values(other)
+        ImportanceEvaluator(episodes, chains, by="return", least=1.0).values(other)
 
 
 def prepared(policy):

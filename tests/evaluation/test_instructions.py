@@ -11,7 +11,7 @@ from robopolicy.cli import main
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import TASK, PolicySpec
-from robopolicy.evaluation.instructions import OtherInstruction, controls_of, judge_controls
+from robopolicy.evaluation.instructions import OtherInstruction, controls_of, evaluate_controls
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
@@ -58,7 +58,7 @@ def judged(world, **kind):
     policy, seeds = Told(world, **kind), np.arange(EPISODES)
     right = evaluate_policy(world, policy, seeds)
     play = lambda told, label: evaluate_policy(world, told, seeds, label=label)  # noqa: E731
-    return policy, right, judge_controls(policy, world.spec, controls_of(world.spec, None), right, play)
+    return policy, right, evaluate_controls(policy, world.spec, controls_of(world.spec, None), right, play)
 
 
 def test_one_that_listens_fails_under_another_instruction_and_understands_other_words(world):

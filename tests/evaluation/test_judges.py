@@ -16,13 +16,13 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import Field, PolicySpec
-from robopolicy.evaluation.bakeoff import best_judge, score_judge
-from robopolicy.evaluation.gate import Gate, judged
+from robopolicy.evaluation.bakeoff import best_evaluator, score_evaluator
+from robopolicy.evaluation.gate import Gate, evaluator_result
 from robopolicy.evaluation.judges import (
-    CriticJudge,
-    FittedJudge,
-    ModelReturn,
-    Recorded,
+    CriticEvaluator,
+    FqeEvaluator,
+    ModelEvaluator,
+    RecordedDecisions,
     episode_starts,
     highest_credible,
 )
@@ -69,7 +69,7 @@ def recorded(count=60, length=12, seed=0):
     )
     interface = Interface(FIELDS, ACTION, chunk=2)
     decisions = recorded_decisions(data, interface, QUICK.discount)
-    return Recorded(decisions, interface, value_bound(data.reward, QUICK.discount), episode_starts(data, 32))
+    return RecordedDecisions(decisions, interface, value_bound(data.reward, QUICK.discount), episode_starts(data, 32))
 
 
 def true_value(data, speed):
@@ -87,14 +87,14 @@ def true_value(data, speed):
 @pytest.mark.long
 def test_a_fitted_judge_knows_what_walking_home_is_worth():
     data = recorded()
-    judge = FittedJudge(data, QUICK)
+    judge = FqeEvaluator(data, QUICK)
     home, away = judge.values(Walk(0.1)), judge.values(Walk(-0.1))
     assert home.shape == (32,)
     assert home.mean() == pytest.approx(true_value(data, 0.1).mean(), abs=0.6)
     assert home.mean() - away.mean() > 3
     assert np.array_equal(home, judge.values(Walk(0.1))), "the same policy is scored alike"
     assert len(judge.clipped) == 3 and max(judge.clipped) < 0.05
-    assert judged("FQE", home, away, 0.0).better and not judged("FQE", away, home, 0.0).better
+    assert evaluator_result("FQE", home, away, 0.0).better and not evaluator_result("FQE", away, home, 0.0).better
 
 
 def test_what_is_credible_is_found_by_discounted_rewards_and_goes_on_behind_a_time_limit():
@@ -127,9 +127,9 @@ def test_a_mean_above_nine_of_ten_successes_is_not_credible():
 
 def test_judges_by_recorded_data_say_up_to_where_they_are_believed():
     data = replace(recorded(), ceiling=-1.0)
-    assert FittedJudge(data, QUICK).ceiling == CriticJudge(Critic(), data).ceiling == -1.0
-    assert CriticJudge(Critic(), data, world=LineWorld(8), seeds=np.arange(4)).ceiling is None
-    assert getattr(ModelReturn(LineWorld(8), np.arange(4)), "ceiling", None) is None
+    assert FqeEvaluator(data, QUICK).ceiling == CriticEvaluator(Critic(), data).ceiling == -1.0
+    assert CriticEvaluator(Critic(), data, world=LineWorld(8), seeds=np.arange(4)).ceiling is None
+    assert getattr(ModelEvaluator(LineWorld(8), np.arange(4)), "ceiling", None) is None
 
 
 class Critic:
@@ -142,25 +142,25 @@ class Critic:
 
 def test_a_critic_judges_by_the_smallest_member_at_the_starts():
     data = recorded()
-    judge = CriticJudge(Critic(), data, independent=False)
+    judge = CriticEvaluator(Critic(), data, independent=False)
     state = data.episodes.observation["observation.state"][data.starts, 0]
     assert judge.values(Walk(0.1)) == pytest.approx(-(state - 0.1 * state.sign()).abs().numpy(), abs=1e-5)
     with pytest.raises(ConfigError, match="cannot be the only evaluator"):
         Gate([judge])
     with pytest.raises(ConfigError, match="needs a world and seeds"):
-        CriticJudge(Critic(), data, seeds=np.arange(4))
+        CriticEvaluator(Critic(), data, seeds=np.arange(4))
 
 
 def test_a_world_judges_by_success_or_return_on_the_same_starts():
     seeds = np.arange(20)
-    judge = ModelReturn(LineWorld(8), seeds)
+    judge = ModelEvaluator(LineWorld(8), seeds)
     home, away = judge.values(Walk(0.1)), judge.values(Walk(-0.1))
     assert home.tolist() == [1.0] * 20 and away.mean() < 0.2 and judge.name == "success in the line"
     assert Gate([judge]).decide(Walk(0.1), Walk(-0.1)).accepted
-    paid = ModelReturn(LineWorld(8), seeds, by="return").values(Walk(0.1))
+    paid = ModelEvaluator(LineWorld(8), seeds, by="return").values(Walk(0.1))
     assert paid.min() >= 0 and 0.2 < paid.mean() < 0.6
     with pytest.raises(ConfigError, match="evaluates success or return"):
-        ModelReturn(LineWorld(8), seeds, by="luck")
+        ModelEvaluator(LineWorld(8), seeds, by="luck")
 
 
 def test_a_critic_judges_along_rollouts_until_episodes_end():
@@ -169,7 +169,7 @@ def test_a_critic_judges_along_rollouts_until_episodes_end():
             return state[:, :1].abs().T
 
     data, seeds = recorded(), np.arange(20)
-    judge = CriticJudge(Place(), data, world=LineWorld(8), seeds=seeds, decisions=3)
+    judge = CriticEvaluator(Place(), data, world=LineWorld(8), seeds=seeds, decisions=3)
     still = judge.values(Walk(0.0))
     assert still == pytest.approx(np.abs(LineWorld(20).reset(seeds=seeds)["observation.state"][:, 0, 0]), abs=1e-6)
     assert (judge.values(Walk(0.1)) <= still + 1e-6).all()
@@ -178,23 +178,23 @@ def test_a_critic_judges_along_rollouts_until_episodes_end():
 def test_scores_of_judges_by_hand():
     truth = np.array([0.0, 0.5, 1.0, 0.8])
     right = np.repeat(truth[:, None], 50, 1)
-    score = score_judge("right", truth, right)
+    score = score_evaluator("right", truth, right)
     assert score.spearman == pytest.approx(1.0) and score.regret == 0.0 and score.error < 1e-12
     assert (score.pairs, score.good, score.accepted) == (12, 6, 6)
     assert score.false_accepts == 0.0 and score.false_rejects == 0.0
-    wrong = score_judge("wrong", truth, 1 - right)
+    wrong = score_evaluator("wrong", truth, 1 - right)
     assert wrong.spearman == pytest.approx(-1.0) and wrong.regret == 1.0
     assert wrong.false_accepts == 1.0 and wrong.false_rejects == 1.0
     assert wrong.error == pytest.approx(np.abs(1 - 2 * truth).mean())
-    shy = score_judge("shy", truth, right, margin=0.6, comparable=False)
+    shy = score_evaluator("shy", truth, right, margin=0.6, comparable=False)
     assert shy.accepted == 2 and shy.false_rejects == pytest.approx(4 / 6) and math.isnan(shy.error)
-    assert score_judge("shy", truth, right, relative=0.7).accepted == 4, "a share of each incumbent's own value"
-    silent = score_judge("silent", truth, right, margin=2.0)
-    assert not silent.accepted and best_judge({"silent": silent}) is None, "it knows nothing of these policies"
-    strict = score_judge("right", truth, right, threshold=0.4)
+    assert score_evaluator("shy", truth, right, relative=0.7).accepted == 4, "a share of each incumbent's own value"
+    silent = score_evaluator("silent", truth, right, margin=2.0)
+    assert not silent.accepted and best_evaluator({"silent": silent}) is None, "it knows nothing of these policies"
+    strict = score_evaluator("right", truth, right, threshold=0.4)
     assert strict.good == 4 and strict.false_accepts == pytest.approx(2 / 8)
-    assert best_judge({"right": score, "wrong": wrong, "shy": shy}) == "right"
-    assert best_judge({"wrong": wrong}) is None
+    assert best_evaluator({"right": score, "wrong": wrong, "shy": shy}) == "right"
+    assert best_evaluator({"wrong": wrong}) is None
     with pytest.raises(DataError, match="at least three policies"):
         score_judge("few", truth[:2], right[:2])
 

@@ -10,7 +10,7 @@ from robopolicy.core.spec import Field
 from robopolicy.evaluation import waves
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
-from robopolicy.evaluation.waves import KeptWaves
+from robopolicy.evaluation.waves import SavedBatches
 
 SEEDS = np.arange(100, 123)
 
@@ -73,7 +73,7 @@ def test_the_batch_size_changes_nothing_though_the_policy_draws_by_torch_for_all
 
 def test_waves_of_another_noise_are_played_again(tmp_path, monkeypatch):
     def play() -> int:
-        world, kept = LineWorld(5), KeptWaves(tmp_path / "waves.jsonl", {"policy": "line"})
+        world, kept = LineWorld(5), SavedBatches(tmp_path / "waves.jsonl", {"policy": "line"})
         evaluate_policy(world, LinePolicy(noise=0.1), SEEDS, kept=kept)
         return len(world.chunk_lengths)
 

@@ -6,14 +6,16 @@ from evaluation_toys import LinePolicy, LineWorld
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.evaluation.intervals import wilson
-from robopolicy.evaluation.two_worlds import TwoWorlds
+from robopolicy.evaluation.two_worlds import SimVsImagined
 
 SEEDS = np.arange(64)
 
 
-def worlds(gap: float | None = 0.2, watched: int = 64, by_real: bool = True) -> TwoWorlds:
+def worlds(gap: float | None = 0.2, watched: int = 64, by_real: bool = True) -> SimVsImagined:
     """An imagination in which slow policies arrive, and a real world whose episodes end too early for that."""
-    return TwoWorlds(LineWorld(64, horizon=20), LineWorld(64, horizon=4), SEEDS, SEEDS[:watched], gap, by_real=by_real)
+    return SimVsImagined(
+        LineWorld(64, horizon=20), LineWorld(64, horizon=4), SEEDS, SEEDS[:watched], gap, by_real=by_real
+    )
 
 
 def test_the_lower_bound_of_what_is_real_is_what_is_chosen_by():
@@ -49,7 +51,7 @@ def test_a_target_is_confirmed_on_other_episodes_where_it_counts():
 
     def confirmed(watched: int, by_real: bool) -> dict[str, float]:
         imagined, real = LineWorld(64, horizon=20), LineWorld(64, horizon=4)
-        both = TwoWorlds(imagined, real, SEEDS, SEEDS[:watched], 0.2, by_real=by_real, confirming=confirming)
+        both = SimVsImagined(imagined, real, SEEDS, SEEDS[:watched], 0.2, by_real=by_real, confirming=confirming)
         return both.confirm(LinePolicy(0.1), 7)
 
     real, imagined = confirmed(32, True), confirmed(32, False)

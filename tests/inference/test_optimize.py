@@ -111,7 +111,7 @@ def test_what_decides_by_means_of_another_policy_is_tried_with_fewer_steps_too(t
 
 
 def test_what_is_asked_for_and_cannot_be_done_is_said(tmp_path: Path, capsys, monkeypatch):
-    ways = optimize.ways_for(OptimizeSection(max_action_error=0.1, engines=("lean",)), cast(Any, object()), {})
+    ways = optimize.methods_to_test(OptimizeSection(max_action_error=0.1, engines=("lean",)), cast(Any, object()), {})
     assert set(ways) == {"reference", "lean"} and "Only exact engines" in capsys.readouterr().out
     monkeypatch.setattr(optimize, "timed", lambda *given: {name: Timing(np.ones(1)) for name in _clocked(*given)})
     _checkpoint(tmp_path / "checkpoint")
@@ -124,9 +124,9 @@ def test_what_is_asked_for_and_cannot_be_done_is_said(tmp_path: Path, capsys, mo
 def test_what_is_cheaper_is_computed_by_an_engine_that_is_not_the_reference(tmp_path: Path, capsys):
     policy = _checkpoint(tmp_path / "checkpoint")
     given = OptimizeSection(max_action_error=0.3, engines=("reference", "lean"), steps=(1,), schedulers=())
-    ways = optimize.ways_for(given, policy, _seen(policy))
+    ways = optimize.methods_to_test(given, policy, _seen(policy))
     assert set(ways) == {"reference", "lean", "bf16", "ddim 1"} and ways["ddim 1"].config.engine == "lean"
-    assert set(optimize.ways_for(replace(given, engines=("reference",)), policy, _seen(policy))) == {"reference"}
+    assert set(optimize.methods_to_test(replace(given, engines=("reference",)), policy, _seen(policy))) == {"reference"}
     assert "Only the reference engine" in capsys.readouterr().out
 
 

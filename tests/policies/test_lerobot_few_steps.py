@@ -154,12 +154,14 @@ def test_what_it_takes_of_memory_is_said_and_refused_before_it_plays(folders, tm
     from robopolicy.verbs import distill as verb
     from robopolicy.verbs import job
 
-    monkeypatch.setattr(verb, "asked_at", lambda *asked: pytest.fail("it played"))
+    monkeypatch.setattr(verb, "distillation_observations", lambda *asked: pytest.fail("it played"))
     scene = ["world=push_cube", "world.cameras=[front]", "world.image_size=32", f"run.root={tmp_path}"]
     monkeypatch.setattr(job, "free_memory", lambda device: 3_000_000)
     assert main(["distill", str(folders["smolvla"]), *scene]) == 2
     assert "the activations of 512 chunks at once" in " ".join(capsys.readouterr().err.split())
-    monkeypatch.setattr(verb, "asked_at", lambda *asked: (_ for _ in ()).throw(ConfigError("it would play")))
+    monkeypatch.setattr(
+        verb, "distillation_observations", lambda *asked: (_ for _ in ()).throw(ConfigError("it would play"))
+    )
     monkeypatch.setattr(job, "free_memory", lambda device: None)
     assert main(["distill", str(folders["smolvla"]), *scene, "distill.micro_batch=3", "run.name=small"]) == 2
     told = capsys.readouterr()
@@ -182,5 +184,5 @@ def test_what_cannot_take_fewer_steps_is_refused_before_it_plays(folders, tmp_pa
     from robopolicy.cli import main
     from robopolicy.verbs import distill as verb
 
-    monkeypatch.setattr(verb, "asked_at", lambda *asked: pytest.fail("it played"))
+    monkeypatch.setattr(verb, "distillation_observations", lambda *asked: pytest.fail("it played"))
     assert main(["distill", str(folders["diffusion"]), "world=push_t", f"run.root={tmp_path}"]) != 0

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from test_lerobot_policies import features, save
 from test_lerobot_training import lerobots_own, observed
 
-from robopolicy.building.guidance import guidance_of
+from robopolicy.building.guidance import load_guidance
 from robopolicy.building.policies import load_trainable
 from robopolicy.cli import main
 from robopolicy.configuration import compose
@@ -26,7 +26,7 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.verbs import job
-from robopolicy.verbs.finetune import say_memory
+from robopolicy.verbs.finetune import print_memory
 from sims.registry import make_world
 
 pytestmark = pytest.mark.long
@@ -61,7 +61,7 @@ def test_a_smolvla_teaches_a_smolvla_from_the_command_line(folders):
     policy = load_trainable(folders["student"], config.lerobot)
     policy.prepare_finetuning()
     world = make_world("push_cube", 2, cameras=("front",), image_size=32)
-    guidance = guidance_of(config, world, policy=policy)
+    guidance = load_guidance(config, world, policy=policy)
     teacher = guidance.teacher
     assert isinstance(teacher, ScoredPolicy)
 
@@ -104,7 +104,7 @@ def test_a_teacher_that_is_only_imitated_stays_lerobots(folders):
     asked = ["finetune.advantage=grpo", "finetune.coefficient=none", "finetune.auxiliaries=[dagger]"]
     config = compose([f"finetune.teacher={folders['teacher']}", *asked])
     world = make_world("push_cube", 2, cameras=("front",), image_size=32)
-    teacher = guidance_of(config, world).teacher
+    teacher = load_guidance(config, world).teacher
     world.close()
     assert isinstance(teacher, LeRobotPolicy)
 
@@ -112,7 +112,7 @@ def test_a_teacher_that_is_only_imitated_stays_lerobots(folders):
 def test_what_only_acts_cannot_score_and_the_way_out_is_named(folders):
     policy = load_trainable(folders["student"], compose([]).lerobot)
     policy.prepare_finetuning()
-    teacher = guidance_of(compose([f"finetune.teacher={folders['teacher']}"]), make_world("push_cube", 1)).teacher
+    teacher = load_guidance(compose([f"finetune.teacher={folders['teacher']}"]), make_world("push_cube", 1)).teacher
     with pytest.raises(
         ConfigError,
         match=r"LeRobotPolicy has no log-probabilities in this form; the policy returned by its to_trainable",
@@ -137,7 +137,7 @@ def test_a_pretrained_teacher_is_prepared_for_the_steps_of_the_student(tmp_path:
     made[0].prepare_finetuning(3)
     asked = [*SMALL, f"finetune.teacher={tmp_path / 'teacher'}", "finetune.algorithm=distillation"]
     settings, world = compose([*asked, "run.device=cpu"]), make_world("reach_planar", 2)
-    guidance = guidance_of(settings, world, policy=made[0])
+    guidance = load_guidance(settings, world, policy=made[0])
     assert guidance.teacher is not None and guidance.teacher.spec.scored_steps == 3
     assert (
         finetune(made[0], None, world, narrowed(FinetuneConfig, settings.finetune), guidance=guidance).iterations == 1
@@ -164,11 +164,11 @@ def test_a_large_teacher_of_a_small_policy_is_said_and_refused_where_it_does_not
     spec = world.spec
     policy = DenoisingPolicy(DenoisingPolicyConfig(width=8, depth=1), spec.observation, spec.action, fps=spec.fps)
     policy.prepare_finetuning()
-    say_memory(config, policy, policy, world)
+    print_memory(config, policy, policy, world)
     assert "those of its teacher" in capsys.readouterr().out
     monkeypatch.setattr("robopolicy.verbs.finetune.free_memory", lambda device: weights_bytes(folders["teacher"]))
     with pytest.raises(ConfigError, match="more memory"):
-        say_memory(config, policy, policy, world)
+        print_memory(config, policy, policy, world)
     world.close()
 
 

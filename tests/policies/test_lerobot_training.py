@@ -38,7 +38,7 @@ from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.configuration import FinetuneConfig, PretrainConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.memory import plan_memory
-from robopolicy.verbs.job import say_model
+from robopolicy.verbs.job import print_model
 from sims.registry import make_world
 
 pytestmark = pytest.mark.long
@@ -519,22 +519,22 @@ def test_memory_is_told_apart_by_what_is_kept_and_computed_again(folders):
 
 def test_training_says_what_it_takes_and_what_fits(folders, capsys, monkeypatch):
     policy = trained(folders["smolvla"])
-    say_model(policy, PretrainConfig(batch_size=8))
+    print_model(policy, PretrainConfig(batch_size=8))
     output = capsys.readouterr().out
     assert "activations of 8 chunks" in output and "gradients, optimiser and moving average" in output
     learns = 4 * 4 * sum(weight.numel() for weight in policy.trainable_parameters())
     monkeypatch.setattr("robopolicy.verbs.job.free_memory", lambda device: learns)
     with pytest.raises(ConfigError, match=r"Training needs about .* more memory"):
-        say_model(policy, PretrainConfig(batch_size=8))
+        print_model(policy, PretrainConfig(batch_size=8))
 
 
 def test_training_of_what_does_not_denoise_says_what_it_takes_too(tmp_path, monkeypatch, capsys):
     policy = load_trainable(save(act_config(), tmp_path / "act"), LeRobotTuning())
-    say_model(policy, PretrainConfig())
+    print_model(policy, PretrainConfig())
     assert "gradients, optimiser and moving average" in capsys.readouterr().out
     monkeypatch.setattr("robopolicy.verbs.job.free_memory", lambda device: 0)
     with pytest.raises(ConfigError, match=r"Training needs about .* more memory"):
-        say_model(policy, PretrainConfig())
+        print_model(policy, PretrainConfig())
 
 
 def test_images_of_another_size_are_refused(folders):

@@ -10,7 +10,7 @@ from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward, run_apart
 from learning.lock_world import ChoicePolicy, LockWorld, success_of
 from mortal_runs import GRAPE, train_pairs
 
-from robopolicy.building.guidance import guidance_of
+from robopolicy.building.guidance import load_guidance
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.run import RunFolder
@@ -151,7 +151,7 @@ def test_learning_from_stored_pairs_is_resumed(tmp_path: Path):
 def test_the_verb_reads_the_pairs_that_finetune_pairs_names(tmp_path: Path):
     opened(0, run=RunFolder(tmp_path), iterations=2)
     config = compose(["recipe=reach_planar", f"finetune.preference_pairs={tmp_path / 'preferences'}"])
-    pairs = guidance_of(config, make_world("reach_planar", 1)).pairs
+    pairs = load_guidance(config, make_world("reach_planar", 1)).pairs
     assert pairs is not None
     assert torch.equal(pairs.rollouts.actions, read_pairs(tmp_path / "preferences").rollouts.actions)
 

@@ -8,7 +8,7 @@ from made_runs import log, make_run
 
 from robopolicy.core import status
 from robopolicy.core.errors import ConfigError
-from robopolicy.runs import claim
+from robopolicy.runs import lock_run_folder
 from robopolicy.watching import pages as pages_module
 from robopolicy.watching.comparison import names, open_runs, table
 from robopolicy.watching.listing import Listing
@@ -31,7 +31,7 @@ def test_every_run_is_listed_with_its_state_and_success(tmp_path, pages):
     make_run(tmp_path, "dead")
     make_run(tmp_path, "damaged").path.joinpath("result.json").write_text("[1")
     going = make_run(tmp_path, "going")
-    claim(going.path)
+    lock_run_folder(going.path)
     status.begin(going.path)
     failed = make_run(tmp_path, "failed")
     with pytest.raises(ConfigError), status.end_on_error():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from dot_world import IMAGE, SPEC, recorded
 
-from robopolicy.building.policies import as_seen_in, load_policy
+from robopolicy.building.policies import adapt_policy_to_world, load_policy
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.randomness import Generators
@@ -216,10 +216,10 @@ def test_a_policy_that_only_acts_is_not_trained_behind_an_encoder(learned):
 def test_a_policy_acts_in_imagination_of_its_encoder_and_no_other(acting, learned, place):
     twin = trained(replace(SMALL, encoder=place), seed=6)
     for model in (learned, twin):
-        assert as_seen_in(dot_world.imagined_world(model, 2), acting) is acting.policy
+        assert adapt_policy_to_world(dot_world.imagined_world(model, 2), acting) is acting.policy
     stranger = dot_world.imagined_world(trained(seed=7), 2)
     with pytest.raises(ConfigError, match="latent of another model"):
-        as_seen_in(stranger, acting)
+        adapt_policy_to_world(stranger, acting)
 
 
 def test_offline_rounds_tune_what_is_behind_the_encoder(acting, learned):
@@ -233,7 +233,7 @@ def test_offline_rounds_tune_what_is_behind_the_encoder(acting, learned):
         return state_critic(world.spec.observation, 1, 16)
 
     before, encoder = copy.deepcopy(policy.state_dict()), copy.deepcopy(learned.state_dict())
-    imagination = Imagination(world, tuning, critic, partial(as_seen_in, world))
+    imagination = Imagination(world, tuning, critic, partial(adapt_policy_to_world, world))
     lesson = OfflineContext(None, None, None, imagination)  # type: ignore[arg-type]
     figures = improver.improve(policy, lesson, Generators(0), 1.0, "round 1")
     changed = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive_seed
@@ -18,7 +19,7 @@ from robopolicy.training.offline.improvers import Improver, OfflineContext
 from robopolicy.training.state import load_trainer, save_trainer
 
 
-class Verdict(Protocol):
+class GateDecision(Protocol):
     """Result of a gate for one candidate."""
 
     @property
@@ -118,3 +119,6 @@ def improve_in_rounds(
                 save_trainer(place, {"round": number, "step": step, "records": records, "policy": weights})
             advance(note=f"{sum(bool(each['accepted']) for each in records)} accepted")
     return Rounds(sum(bool(each["accepted"]) for each in records), tuple(records))
+
+
+keep_former_names(__name__, {"Verdict": "GateDecision"})
