@@ -37,7 +37,7 @@ from robopolicy.core.world import Rows, Snapshot, Step
 from sims.physics.protocol import Physics, make_physics, state_layout
 from sims.render import FREE_CAMERA, FrameRenderer, restyle
 from sims.task import Markers, Readings, Task, model_path
-from sims.wording import PLAIN, TRAINING, wording
+from sims.wording import PLAIN, TRAINING, instruction_set
 
 REWARDS = ("progress", "success")
 
@@ -98,7 +98,7 @@ class MujocoWorld:
             if camera not in task.cameras:
                 nearest = did_you_mean(camera, task.cameras)
                 raise CameraError(f"Task '{task.name}' has no camera '{camera}'.{nearest}", task.cameras)
-        self.task, self._wording = task, wording(task, instructions, phrasing)
+        self.task, self._wording = task, instruction_set(task, instructions, phrasing)
         self.model = load_model(task)
         if style:
             restyle(self.model, style)

@@ -28,7 +28,7 @@ from robopolicy.core.world import Controller, World
 from sims.controllers import NamedController
 from sims.names import OURS, SUITES, TASKS, WORLDS, suite_of
 from sims.task import Task
-from sims.wording import InPlainWords
+from sims.wording import WithPlainInstructions
 
 
 def load_task(name: str) -> Task:
@@ -162,7 +162,7 @@ def make_expert(name: str, spec: WorldSpec) -> Controller | None:
     if task is None:
         return None
     expert = NamedController(task.expert(), name) if is_dotted(name) else task.expert()
-    return InPlainWords(expert, task.paraphrases) if task.paraphrases else expert
+    return WithPlainInstructions(expert, task.paraphrases) if task.paraphrases else expert
 
 
 def _task(name: str, found: Any) -> Task | None:

@@ -1,8 +1,8 @@
 """Instructions of a world and their wording: held-out instructions and paraphrases.
 
 A task's functions use its plain instructions (`Task.instructions`). A world may give paraphrases (`Task.paraphrases`).
-`Wording` maps each of its texts to an instruction and samples one from an episode's seed. `InPlainWords` lets an expert
-that knows only the plain instructions act under any of them.
+`InstructionSet` maps each of its texts to an instruction and samples one from an episode's seed.
+`WithPlainInstructions` lets an expert that knows only the plain instructions act under any of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import TASK, Observation
 from robopolicy.core.world import Controller, Rows, begin_episodes
 from sims.task import Task
@@ -23,7 +24,7 @@ INSTRUCTIONS, PHRASINGS = (TRAINING, HELD_OUT, ALL), (PLAIN, PARAPHRASED, ALL)
 
 
 @dataclass(frozen=True)
-class Wording:
+class InstructionSet:
     """Texts of a world: texts [T]; goals: [T] index of the task's instruction that each means; plain: the task's
     instructions [G].
     """
@@ -50,7 +51,7 @@ class Wording:
         return np.argmax(has_goal.cumsum(axis=1) > place[:, None], axis=1)
 
 
-def wording(task: Task, instructions: str = TRAINING, phrasing: str = PLAIN) -> Wording:
+def instruction_set(task: Task, instructions: str = TRAINING, phrasing: str = PLAIN) -> InstructionSet:
     """Return the texts of a world of `task`.
 
     instructions: the training ones, the held-out ones, or all; phrasing: plain, paraphrases, or both. Raises
@@ -80,7 +81,7 @@ def wording(task: Task, instructions: str = TRAINING, phrasing: str = PLAIN) -> 
         ]
         texts += wordings
         goals += [index] * len(wordings)
-    return Wording(tuple(texts), np.array(goals), task.instructions)
+    return InstructionSet(tuple(texts), np.array(goals), task.instructions)
 
 
 def require_consistent(task: Task) -> None:
@@ -100,7 +101,7 @@ def require_consistent(task: Task) -> None:
         )
 
 
-class InPlainWords:
+class WithPlainInstructions:
     """A controller that receives the plain instruction behind an observation's `task`."""
 
     def __init__(self, controller: Controller, paraphrases: Mapping[str, Sequence[str]]):
@@ -124,3 +125,8 @@ class InPlainWords:
 def _require_known(option: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise ConfigError(f"{option}={value!r} must be one of {', '.join(known)}.{did_you_mean(value, known)}")
+
+
+keep_former_names(
+    __name__, {"Wording": "InstructionSet", "wording": "instruction_set", "InPlainWords": "WithPlainInstructions"}
+)

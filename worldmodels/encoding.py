@@ -1,8 +1,8 @@
 """Encoding of real observations into the latent of a model without a decoder, for policies that read the latent.
 
 A policy trained inside a `DecoderFree` model reads the model's latent, but data and robots provide real observations.
-`encoded` converts recorded episodes so that such a policy can be pre-trained on them. `EncodedPolicy` puts the model's
-encoder before the policy, so that it can be evaluated, recorded and served like any other.
+`encode_episodes` converts recorded episodes so that such a policy can be pre-trained on them. `EncodedPolicy` puts the
+model's encoder before the policy, so that it can be evaluated, recorded and served like any other.
 
 Both encode every frame independently. A recurrent model knows more of an imagined episode than one frame shows;
 evaluating the policy with both measures the loss.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import SpecError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Decision, Policy, Scores, TensorObservation, Trainable, require_trainable
 from robopolicy.core.spec import PolicySpec, validate_observation
@@ -51,7 +52,7 @@ def encode(model: DecoderFree, frames: Mapping[str, Tensor]) -> dict[str, Tensor
     return dict(model.show(model.initial(context, np.zeros(len(context), dtype=np.int64))))
 
 
-def encoded(model: DecoderFree, episodes: Episodes) -> Episodes:
+def encode_episodes(model: DecoderFree, episodes: Episodes) -> Episodes:
     """Return `episodes` with the latent observations of `model`: same actions, rewards and ends, every frame encoded
     independently.
 
@@ -180,3 +181,6 @@ def save_encoder(model: DecoderFree, folder: Path) -> None:
     """Save `model` as the encoder of the policy checkpoint in `folder`."""
     save_world_model(cast(LearnedModel, model), folder / ENCODER)
     write_json(folder / "config.json", {**read_json(folder / "config.json"), ENCODER: ENCODER})
+
+
+keep_former_names(__name__, {"encoded": "encode_episodes"})

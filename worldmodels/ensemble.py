@@ -36,7 +36,7 @@ from worldmodels.data import (
 )
 from worldmodels.heads.outputs import quantiles_of
 from worldmodels.heads.state import StepHeads, success_batch
-from worldmodels.protocol import Context, Imagined, Latent, counters, draws_of
+from worldmodels.protocol import Context, Imagined, Latent, counters, uniforms_of
 
 
 class EnsembleModel(Described[EnsembleConfig], Standardised):
@@ -253,7 +253,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         # The counters that single steps would have: a chunk imagined at once draws what `imagine` draws in turn.
         step = latent["step"] + torch.arange(steps, device=latent["step"].device)[:, None]
         counts = {"seed": latent["seed"].repeat(steps), "step": step.flatten()}
-        draws = draws_of(counts, 1 + len(self.structure.free) * self.config.sample).reshape(*step.shape, -1)
+        draws = uniforms_of(counts, 1 + len(self.structure.free) * self.config.sample).reshape(*step.shape, -1)
         members = torch.from_numpy((draws[..., 0] * self.config.members).astype(np.int64))
         # ndtri inverts the normal distribution's cumulative one: uniforms become standard normal numbers.
         noise = torch.from_numpy(ndtri(np.clip(draws[..., 1:], 1e-9, 1 - 1e-9)).astype(np.float32))

@@ -18,7 +18,7 @@ from robopolicy.core.randomness import numpy_generator
 from robopolicy.core.returns import SUCCESS
 from robopolicy.core.spec import Observation, WorldSpec, check_finite, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
-from worldmodels.protocol import ChunkModel, Context, DecoderFree, Imagined, Latent, Starts, WorldModel, combined
+from worldmodels.protocol import ChunkModel, Context, DecoderFree, Imagined, Latent, Starts, WorldModel, merge_steps
 
 PENALTY = "uncertainty"
 """Name of the reward term of the uncertainty penalty."""
@@ -195,7 +195,7 @@ class ImaginedWorld:
                     latent, outcome = self.model.imagine(latent, action)
                     outcomes.append(outcome)
         self._latent = latent if all_rows else _scatter(self._latent, latent, rows.cpu().numpy(), self._batch_size)
-        return combined(outcomes, lambda steps: torch.stack(steps, 1))
+        return merge_steps(outcomes, lambda steps: torch.stack(steps, 1))
 
     def _advance(self, index: slice | np.ndarray, future: Imagined) -> Advanced:
         """Count the steps of an imagined chunk [R, C] in the rows `index`, and mark ended episodes."""

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import success_bonus
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, Field, WorldSpec
@@ -38,7 +39,7 @@ from worldmodels.data import (
     require_fields,
     structure_in,
 )
-from worldmodels.encoding import encoded
+from worldmodels.encoding import encode_episodes
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.images.model import PartStage
 from worldmodels.images.networks import ImageDecoder
@@ -91,11 +92,13 @@ class FrameAutoencoder(nn.Module):
             name, frames = module_name(key), batch["frames"][key]
             reconstruction = self.decoders[name](self.encoders[name](frames))
             # Divided by the variance over time: 1 is the error of always drawing the mean frame, however little moves.
-            errors.append((reconstruction - halved(frames)).square().flatten(1).mean(-1) / batch["variance"][key])
+            errors.append(
+                (reconstruction - downsample_by_two(frames)).square().flatten(1).mean(-1) / batch["variance"][key]
+            )
         return {"drawn": torch.stack(errors).mean(0)}
 
 
-def halved(frames: Tensor) -> Tensor:
+def downsample_by_two(frames: Tensor) -> Tensor:
     """Downsample images to half size: uint8 [N, height, width, 3] -> [N, height / 2, width / 2, 3] in 0 to 1."""
     small = functional.avg_pool2d(rearrange(frames, "n h w c -> n c h w").float() / 255, 2)
     return rearrange(small, "n c h w -> n h w c")
@@ -140,7 +143,7 @@ class LatentEnsembleModel(nn.Module):
         Raises ConfigError when there is no image or the other model reads other fields, DataError when the data's
         fields differ from the world's.
         """
-        reads = fields_seen(spec)
+        reads = encoder_fields(spec)
         require_fields(spec, reads, episodes)
         vector = StateVector.of(reads)
         frames = torch.arange(episodes.step_count) + episodes.episode_of_step
@@ -191,7 +194,7 @@ class LatentEnsembleModel(nn.Module):
         count, device = len(next(iter(images.values()))), self.ensemble.state_mean.device
         indices = torch.linspace(0, count - 1, min(count, SAMPLED)).long()
         variance = {
-            key: halved(value[indices]).var(0, correction=0).mean().clamp_min(1e-6).to(device)
+            key: downsample_by_two(value[indices]).var(0, correction=0).mean().clamp_min(1e-6).to(device)
             for key, value in images.items()
         }
         while True:
@@ -200,7 +203,7 @@ class LatentEnsembleModel(nn.Module):
 
     def latent_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield batches for `EnsembleModel.loss` indefinitely; the statistics are replaced by those of the latents."""
-        latent_episodes = encoded(self, episodes)
+        latent_episodes = encode_episodes(self, episodes)
         # The statistics of `build` would be those of an untrained encoder's latents.
         self.ensemble.fit_statistics(recorded_transitions(latent_episodes, self.ensemble.state_vector))
         yield from self.ensemble.batches(latent_episodes, generator)
@@ -209,7 +212,7 @@ class LatentEnsembleModel(nn.Module):
         """Calibrate the success threshold, the uncertainty quantiles and the choice of reward head on held-out
         episodes.
         """
-        self.ensemble.calibrate(encoded(self, episodes))
+        self.ensemble.calibrate(encode_episodes(self, episodes))
 
     @property
     def spec(self) -> WorldSpec:
@@ -267,7 +270,7 @@ class LatentEnsembleModel(nn.Module):
         """Return images reconstructed from latents, camera's key -> uint8 [B, height, width, 3], decoded at half that
         size.
 
-        See `DrawsLatents`.
+        See `DecodesLatents`.
         """
         coder = self.autoencoder
         parts = shown[LATENT][:, self.vector.size :].split(self.config.features, -1)
@@ -282,7 +285,7 @@ class LatentEnsembleModel(nn.Module):
         return self.ensemble.generate(latent, actions)
 
 
-def fields_seen(spec: WorldSpec) -> dict[str, Field]:
+def encoder_fields(spec: WorldSpec) -> dict[str, Field]:
     """Return the fields that the encoder reads: images, and vectors except simulator-only state.
 
     Raises ConfigError when there is no image.
@@ -291,3 +294,6 @@ def fields_seen(spec: WorldSpec) -> dict[str, Field]:
     if not any(key.startswith(IMAGE_PREFIX) for key in reads):
         raise ConfigError(f"World '{spec.name}' outputs no images: set world.cameras, or use worldmodel.kind=ensemble.")
     return reads
+
+
+keep_former_names(__name__, {"fields_seen": "encoder_fields", "halved": "downsample_by_two"})

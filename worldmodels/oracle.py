@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import TASK, WorldSpec
 from robopolicy.core.world import Snapshot, Snapshots, World
 from worldmodels.env import ImaginedWorld, Truncation
@@ -72,7 +73,7 @@ class OracleModel:
         )
 
 
-def oracle_twin(
+def wrap_oracle(
     world: Restorable, *, history: int = 1, truncation: Truncation | None = None, seed: int = 0
 ) -> ImaginedWorld:
     """Wrap the true `world` (history 1) exactly like a learned model."""
@@ -93,3 +94,6 @@ def oracle_twin(
 
 def _latent(snapshot: Snapshot) -> Latent:
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in snapshot.arrays.items()}
+
+
+keep_former_names(__name__, {"oracle_twin": "wrap_oracle"})

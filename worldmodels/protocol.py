@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.modules import Module
 from robopolicy.core.policy import Policy, PolicyWrapper
 from robopolicy.core.randomness import uniforms
@@ -30,14 +31,14 @@ LATENT = "observation.latent"
 
 
 def counters(seeds: np.ndarray, device: torch.device | str) -> Latent:
-    """Return the inputs of `draws_of` from a latent: the episode's seed and the number of the next step, [R] int64
+    """Return the inputs of `uniforms_of` from a latent: the episode's seed and the number of the next step, [R] int64
     each.
     """
     seed_tensor = torch.from_numpy(np.asarray(seeds, dtype=np.int64)).to(device)
     return {"seed": seed_tensor, "step": torch.zeros_like(seed_tensor)}
 
 
-def draws_of(latent: Latent, count: int) -> np.ndarray:
+def uniforms_of(latent: Latent, count: int) -> np.ndarray:
     """Return `count` uniforms in [0, 1) per row, [B, count]; they depend only on its episode's seed and step."""
     # The factor, a prime, is above any episode's length, so that neighbouring seeds share no (seed, step) pair. int64
     # may wrap around, which is harmless: `uniforms` only hashes the number.
@@ -92,7 +93,7 @@ class Imagined:
     uncertainty: Tensor
 
 
-def combined(parts: Sequence[Imagined], combine: Callable[[list[Tensor]], Tensor]) -> Imagined:
+def merge_steps(parts: Sequence[Imagined], combine: Callable[[list[Tensor]], Tensor]) -> Imagined:
     """Merge several steps into one: `combine` merges one tensor of all parts, [rows of the part, ...], at a time."""
     return Imagined(
         {key: combine([part.observation[key] for part in parts]) for key in parts[0].observation},
@@ -181,7 +182,7 @@ class DecoderFree(WorldModel, Protocol):
 
 
 @runtime_checkable
-class BehindEncoder(PolicyWrapper, Protocol):
+class EncodesForPolicy(PolicyWrapper, Protocol):
     """A real-world policy that encodes observations for an inner policy, which reads the latent of a model without a
     decoder.
     """
@@ -191,7 +192,7 @@ class BehindEncoder(PolicyWrapper, Protocol):
         """The model that encodes observations."""
         ...
 
-    def around(self, inner: Policy) -> "BehindEncoder":
+    def around(self, inner: Policy) -> "EncodesForPolicy":
         """Put the encoder before another policy with the same inputs."""
         ...
 
@@ -210,7 +211,7 @@ class HasEncoder(DecoderFree, Protocol):
 
 
 @runtime_checkable
-class DrawsLatents(DecoderFree, Protocol):
+class DecodesLatents(DecoderFree, Protocol):
     """A `DecoderFree` that can decode its latents into images for visualisation; policies never read them."""
 
     def drawn(self, shown: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -275,3 +276,14 @@ class LearnedModel(WorldModel, Staged, Module, Protocol):
         CheckpointError.
         """
         ...
+
+
+keep_former_names(
+    __name__,
+    {
+        "combined": "merge_steps",
+        "draws_of": "uniforms_of",
+        "DrawsLatents": "DecodesLatents",
+        "BehindEncoder": "EncodesForPolicy",
+    },
+)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.progress import progress
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import success_bonus
@@ -82,7 +83,7 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         data = recorded_transitions(episodes, vector)
         structure = find_structure(data.state, data.next_state, vector.names)
         model = cls(config, spec, structure, success_bonus(episodes), seed)
-        rows = beginnings(episodes, config.length)
+        rows = subsequence_starts(episodes, config.length)
         # Evenly spaced over all episodes: the first 20,000 would show the data's first episodes alone.
         rows = rows[:: max(1, len(rows) // 20_000)]
         steps = model._channels(SequenceData(episodes).cut(rows, 0, config.length))
@@ -103,7 +104,7 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield standardised subsequences indefinitely; the only state is `generator`."""
         device, data = self.mean.device, SequenceData(episodes)
-        rows = beginnings(episodes, self.config.length)
+        rows = subsequence_starts(episodes, self.config.length)
         while True:
             indices = torch.randint(len(rows), (self.config.batch_size,), generator=generator, device=generator.device)
             sequences = data.cut(rows[indices.cpu()], 0, self.config.length)
@@ -220,7 +221,7 @@ def guidance_weight(share: float) -> Tensor:
     return 1 - share + 0.3 * torch.sin(torch.tensor(torch.pi * share))
 
 
-def beginnings(episodes: Episodes, length: int) -> Tensor:
+def subsequence_starts(episodes: Episodes, length: int) -> Tensor:
     """Return the steps after which `length` more steps are known: the episode continues, or the task has ended by then.
 
     They are indices [N] of recorded steps, in ascending order. Raises DataError when there are none.
@@ -231,3 +232,6 @@ def beginnings(episodes: Episodes, length: int) -> Tensor:
     if not len(rows):
         raise DataError(f"No episode has {length} steps, or ends the task earlier: use a shorter length.")
     return rows
+
+
+keep_former_names(__name__, {"beginnings": "subsequence_starts"})

@@ -26,7 +26,7 @@ from robopolicy.core.policy import Trainable
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX, STATE
 from robopolicy.core.storage import read_json, write_json
-from robopolicy.inference.comparison import timed
+from robopolicy.inference.comparison import time_decisions
 from robopolicy.nn.precision import training_precision
 from robopolicy.nn.pretrained import quiet_logger
 from robopolicy.policies.lerobot.families import MASK
@@ -125,7 +125,7 @@ def _decisions(config: Config, folder: Path, rounds: int) -> dict[str, Any]:
         for rows in ROWS:
             observation = example_observation(policy.spec, rows, torch.Generator().manual_seed(0), device)
             with _clean(device) as peak, training_precision(precision):
-                timing = timed({"": policy}, observation, rounds)[""]
+                timing = time_decisions({"": policy}, observation, rounds)[""]
             results[precision][str(rows)] = {**timing.to_json(), "bytes": peak()}
     return results
 

@@ -33,7 +33,7 @@ from robopolicy.evaluation.report import Section
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.inference.caching import CachePlan, FirstBlockCaching
 from robopolicy.inference.calibration import Calibration, calibrate
-from robopolicy.inference.comparison import EXACT, action_error, decided, timed
+from robopolicy.inference.comparison import EXACT, action_error, noise_free_actions, time_decisions
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.schedules import CacheConfig, make_plan
@@ -194,15 +194,15 @@ def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict
     ways = made(config, root, task, name, seed, choose_device(run_config.run))
     observation = recorded(root, task, seed, ways[REFERENCE].inner)
     first = {key: value[:1] for key, value in observation.items()}
-    times = timed({label: way.policy for label, way in ways.items()}, first, max(1, config.bench.rounds))
+    times = time_decisions({label: way.policy for label, way in ways.items()}, first, max(1, config.bench.rounds))
     if set(earlier_rows) == set(arms):
         rows = {label: {**row, **times[label].to_json()} for label, row in earlier_rows.items()}
         write_json(path, rows)
         return rows
-    reference_actions = decided(ways[REFERENCE].policy, observation)
+    reference_actions = noise_free_actions(ways[REFERENCE].policy, observation)
     rows = dict[str, Any]()
     for label, way in ways.items():
-        error = action_error(decided(way.policy, observation), reference_actions)
+        error = action_error(noise_free_actions(way.policy, observation), reference_actions)
         rows[label] = {**times[label].to_json(), "error": error, "flops": flops(ways, label, arms, first)}
         if isinstance(way.caching, CachePlan):
             rows[label] |= {"share": way.caching.share, "masks": way.caching.masks}
@@ -281,9 +281,9 @@ def flops(ways: Mapping[str, Way], label: str, arms: Mapping[str, Arm], first: T
     Compiled code is not counted through: it is what it was compiled from.
     """
     policy = ways[label].lean(arms[label])
-    decided(policy, first)  # tables that are computed once are not counted
+    noise_free_actions(policy, first)  # tables that are computed once are not counted
     with FlopCounterMode(display=False) as counter:
-        decided(policy, first)
+        noise_free_actions(policy, first)
     return int(counter.get_total_flops())
 
 

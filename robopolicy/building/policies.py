@@ -32,7 +32,7 @@ from robopolicy.policies.loading import build_policy, checkpoint_in
 from robopolicy.training.encoders import load_with_encoder
 from worldmodels.encoding import EncodedPolicy
 from worldmodels.env import ImaginedWorld
-from worldmodels.protocol import BehindEncoder, DecoderFree, WorldModel, encoder_weights
+from worldmodels.protocol import DecoderFree, EncodesForPolicy, WorldModel, encoder_weights
 
 
 def choose_device(run: RunSection) -> torch.device:
@@ -142,7 +142,7 @@ def adapt_policy_to_world(world: World, policy: Policy) -> Policy:
 
     Raises ConfigError when `world` is the imagination of another model.
     """
-    if not (isinstance(policy, BehindEncoder) and isinstance(world, ImaginedWorld)):
+    if not (isinstance(policy, EncodesForPolicy) and isinstance(world, ImaginedWorld)):
         return policy
     if not isinstance(world.model, DecoderFree):
         return policy

@@ -15,7 +15,7 @@ from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.doctor.findings import Finding, Health, name_factor
 from robopolicy.doctor.images import IMAGES_DIR, image_check
-from robopolicy.inference.comparison import EXACT, action_error, decided
+from robopolicy.inference.comparison import EXACT, action_error, noise_free_actions
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
 from robopolicy.nn.configuration import NormalizationMode
@@ -297,7 +297,7 @@ def check_plan(folder: Path, policy: Policy, episodes: Episodes) -> list[Finding
         fast = with_engine(policy, plan.config, plan.cache)
     except ConfigError as error:
         return [Finding(ENGINE_CHECK, Health.BAD, str(error), advice)]
-    difference = action_error(decided(fast, observation), decided(policy, observation))
+    difference = action_error(noise_free_actions(fast, observation), noise_free_actions(policy, observation))
     exact = plan.config.exact and plan.cache is None
     tolerance = EXACT if exact else GROWN * float(plan.measured.get("error", 0.0)) + EXACT
     text = (

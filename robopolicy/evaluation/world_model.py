@@ -17,8 +17,8 @@ from robopolicy.core.progress import progress
 from robopolicy.core.returns import SUCCESS, progress_reward
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.evaluation.image_quality import compare
-from worldmodels.encoding import encoded
-from worldmodels.protocol import DecoderFree, DrawsLatents, Imagined, Latent, LearnedModel, fields_read
+from worldmodels.encoding import encode_episodes
+from worldmodels.protocol import DecoderFree, DecodesLatents, Imagined, Latent, LearnedModel, fields_read
 from worldmodels.starts import context_at
 
 HORIZONS = (1, 2, 5, 10, 20, 30, 40, 50)
@@ -114,7 +114,7 @@ def open_loop(
     order = _shuffled(len(begin), generator)
     frames = begin + episodes.episode_of_step[begin]
     context = context_at(episodes, begin, model.context)
-    truth = encoded(model, episodes) if isinstance(model, DecoderFree) else episodes
+    truth = encode_episodes(model, episodes) if isinstance(model, DecoderFree) else episodes
     first = {key: truth.observation[key][frames] for key in model.spec.observation}
     latent, confused = (model.initial(context, begin.numpy()) for _ in range(2))
     errors: dict[str, dict[str, dict[str, float]]] = {}
@@ -173,7 +173,7 @@ class Followed:
 
 def images_imagined(model: LearnedModel) -> tuple[str, ...]:
     """Return the keys of the images that a model predicts or can decode from its latent; none for models of vectors."""
-    fields = fields_read(model) if isinstance(model, DrawsLatents) else model.spec.observation
+    fields = fields_read(model) if isinstance(model, DecodesLatents) else model.spec.observation
     return tuple(key for key in fields if key.startswith(IMAGE_PREFIX))
 
 
@@ -181,7 +181,7 @@ def images_imagined(model: LearnedModel) -> tuple[str, ...]:
 def follow(model: LearnedModel, episodes: Episodes, begin: Tensor, steps: int) -> Followed:
     """Imagine `steps` frames from just before the actions `begin` [R], under the recorded actions."""
     keys = images_imagined(model)
-    draw = model.drawn if isinstance(model, DrawsLatents) else lambda shown: shown
+    draw = model.drawn if isinstance(model, DecodesLatents) else lambda shown: shown
     episode = episodes.episode_of_step[begin]
     remaining = (episodes.starts + episodes.lengths)[episode] - begin
     context = context_at(episodes, begin, model.context)

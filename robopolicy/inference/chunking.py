@@ -21,6 +21,7 @@ from torch import Tensor
 from robopolicy.core.candidates import repeat_observation
 from robopolicy.core.delayed import steps_ahead
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.holding import keeps_value
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Decision, Policy, TensorObservation
@@ -120,11 +121,11 @@ def with_chunking(policy: Policy, kind: str, delay: Delay, options: Mapping[str,
     return wrapped_policy
 
 
-def plans_of(policy: Policy, kind: str, options: Mapping[str, Any] | None = None) -> "Plans | None":
+def planner_of(policy: Policy, kind: str, options: Mapping[str, Any] | None = None) -> "Plans | None":
     """Return the function by which `policy` plans given the plan in execution; None for synchronous chunking.
 
     For callers that track the executed plan themselves, such as robots that query a server: they pass their delay with
-    each `Underway`. Only an `OverlappingPolicy` can be served. Raises ConfigError, also when the policy predicts no
+    each `RunningPlan`. Only an `OverlappingPolicy` can be served. Raises ConfigError, also when the policy predicts no
     more than it executes, so that no remaining actions exist.
     """
     if kind == SYNCHRONOUS:
@@ -194,7 +195,7 @@ class WaitingPolicy:
 
 
 @dataclass(frozen=True)
-class Underway:
+class RunningPlan:
     """Plan in execution while the next plan is computed.
 
     rest: remaining actions of the last plan from now on [B, n, A] in world units (n = P - s in simulation, any n <= P
@@ -221,7 +222,7 @@ class Plans(Protocol):
         policy: PredictsAhead,
         observation: TensorObservation,
         generator: torch.Generator,
-        underway: Underway,
+        underway: RunningPlan,
         *,
         deterministic: bool,
     ) -> Tensor:
@@ -236,7 +237,7 @@ def fresh_plan(
     policy: PredictsAhead,
     observation: TensorObservation,
     generator: torch.Generator,
-    underway: Underway,
+    underway: RunningPlan,
     *,
     deterministic: bool,
 ) -> Tensor:
@@ -311,7 +312,7 @@ class OverlappingPolicy:
         elif self._rest is not None:
             self._decisions[torch.as_tensor(rows)] = 0
 
-    def _underway(self, observation: TensorObservation, device: torch.device) -> Underway:
+    def _underway(self, observation: TensorObservation, device: torch.device) -> RunningPlan:
         spec = self.policy.spec
         rows = len(observation[next(iter(spec.observation))])
         if self._rest is None:
@@ -323,7 +324,7 @@ class OverlappingPolicy:
                 f"{rows} rows act, but {len(self._rest)} rows acted before: reset the policy before the number "
                 "of rows changes."
             )
-        return Underway(self._rest, self._decisions, self.delay.steps, spec.chunk)
+        return RunningPlan(self._rest, self._decisions, self.delay.steps, spec.chunk)
 
 
 def _refuse_lookahead(policy: Policy, kind: str, steps: int) -> None:
@@ -344,7 +345,7 @@ def ensembling(policy: Policy, delay: Delay, decay: float = 0.01) -> Policy:
     Temporal ensembling of ACT (arXiv:2304.13705), whose policy is called in every step; here in every chunk. decay: a
     large one favours old plans, a negative one new ones.
     """
-    return OverlappingPolicy(policy, delay, Averaged(decay))
+    return OverlappingPolicy(policy, delay, EnsembledPlans(decay))
 
 
 def bidirectional(policy: Policy, delay: Delay, samples: int = 16, decay: float = 0.5) -> Policy:
@@ -357,11 +358,11 @@ def bidirectional(policy: Policy, delay: Delay, samples: int = 16, decay: float 
     """
     if samples < 1 or not 0 < decay <= 1:
         raise ConfigError(f"samples={samples} must be at least 1, and decay={decay} in (0, 1].")
-    return OverlappingPolicy(policy, delay, Coherent(samples, decay))
+    return OverlappingPolicy(policy, delay, BidirectionalPlans(samples, decay))
 
 
 @dataclass(frozen=True)
-class Averaged:
+class EnsembledPlans:
     """`Plans` that average the next prediction with the running average of earlier ones; see `ensembling`."""
 
     decay: float
@@ -371,7 +372,7 @@ class Averaged:
         policy: PredictsAhead,
         observation: TensorObservation,
         generator: torch.Generator,
-        underway: Underway,
+        underway: RunningPlan,
         *,
         deterministic: bool,
     ) -> Tensor:
@@ -396,7 +397,7 @@ class Averaged:
 
 
 @dataclass(frozen=True)
-class Coherent:
+class BidirectionalPlans:
     """`Plans` that select one of several samples; see `bidirectional`."""
 
     samples: int
@@ -407,7 +408,7 @@ class Coherent:
         policy: PredictsAhead,
         observation: TensorObservation,
         generator: torch.Generator,
-        underway: Underway,
+        underway: RunningPlan,
         *,
         deterministic: bool,
     ) -> Tensor:
@@ -441,3 +442,14 @@ def _require_option(make: Chunking, kind: str, name: str, value: Any) -> None:
 
 def _takes_anything(make: Chunking) -> bool:
     return any(item.kind is item.VAR_KEYWORD for item in inspect.signature(make).parameters.values())
+
+
+keep_former_names(
+    __name__,
+    {
+        "Underway": "RunningPlan",
+        "Averaged": "EnsembledPlans",
+        "Coherent": "BidirectionalPlans",
+        "plans_of": "planner_of",
+    },
+)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.arrays import Array
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Policy, TensorObservation
 
 EXACT = 1e-4
@@ -42,7 +43,7 @@ class Timing:
         return {"median_ms": 1e3 * self.median, "least_ms": 1e3 * self.least, "spread_ms": 1e3 * self.spread}
 
 
-def timed(
+def time_decisions(
     policies: Mapping[str, Policy], seen: TensorObservation, rounds: int, *, deterministic: bool = True
 ) -> dict[str, Timing]:
     """Measure the times of policy calls at an observation `seen` [B, H, ...], by policy; the first call of each is
@@ -69,7 +70,7 @@ def device_of(seen: TensorObservation) -> torch.device:
     return next(value.device for value in seen.values() if isinstance(value, Tensor))
 
 
-def decided(policy: Policy, seen: TensorObservation) -> Tensor:
+def noise_free_actions(policy: Policy, seen: TensorObservation) -> Tensor:
     """Return noise-free actions [N, C, A] at observations [N, H, ...], with the same initial noise for every policy."""
     draws = torch.Generator(device_of(seen)).manual_seed(0)
     return policy.act(seen, draws, deterministic=True).actions
@@ -82,3 +83,6 @@ def action_error(actions: Tensor, reference: Tensor) -> float:
     """
     scale = reference.flatten(0, 1).std(0).clamp_min(1e-6)
     return float(((actions - reference) / scale).square().mean().sqrt())
+
+
+keep_former_names(__name__, {"decided": "noise_free_actions", "timed": "time_decisions"})

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import CONDITION, Policy
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.configuration import InferenceConfig
@@ -65,7 +66,7 @@ class CompiledDenoising(LeanDenoising):
 
     def sizes(self, most: int) -> tuple[int, ...]:
         """Return the buckets of up to `most` rows; see `engine.CompilesForRows`."""
-        return tuple(dict.fromkeys(map(bucket, range(1, most + 1))))
+        return tuple(dict.fromkeys(map(row_bucket, range(1, most + 1))))
 
     def _is_long(self, quiet: bool) -> bool:
         """Whether such a chain, noise-free or not, has too many steps to be unrolled."""
@@ -114,20 +115,20 @@ class CompiledDenoising(LeanDenoising):
         if draws.quiet is not None:  # which rows are noise-free is drawn: nothing to unroll
             return super()._chain(quiet, condition, before, draws)
         rows, same_condition = rows_in(condition), before is condition
-        size = bucket(rows)
+        size = row_bucket(rows)
         if self._is_long(quiet):
-            late_condition = {name: filled(value, size) for name, value in condition.items()}
+            late_condition = {name: pad_rows(value, size) for name, value in condition.items()}
             early_condition = (
-                late_condition if same_condition else {name: filled(value, size) for name, value in before.items()}
+                late_condition if same_condition else {name: pad_rows(value, size) for name, value in before.items()}
             )
-            steps = None if draws.steps is None else filled(draws.steps, size, 1)
-            return super()._chain(quiet, late_condition, early_condition, NoiseDraws(filled(draws.start, size), steps))[
-                :rows
-            ]
+            steps = None if draws.steps is None else pad_rows(draws.steps, size, 1)
+            return super()._chain(
+                quiet, late_condition, early_condition, NoiseDraws(pad_rows(draws.start, size), steps)
+            )[:rows]
         values = [*condition.values(), *(() if same_condition else before.values()), draws.start]
-        inputs = [filled(value, size) for value in values]
+        inputs = [pad_rows(value, size) for value in values]
         if draws.steps is not None:
-            inputs.append(filled(draws.steps, size, 1))
+            inputs.append(pad_rows(draws.steps, size, 1))
         key = quiet, same_condition, size
         if key not in self._programs:
             names = tuple(condition), () if same_condition else tuple(before)
@@ -163,10 +164,10 @@ def program(function: Callable[..., Tensor], inputs: list[Tensor]) -> Program:
     compiled_function = cast(Callable[..., Any], torch._inductor.compile(make_fx(function)(*inputs), list[Any](inputs)))
     if not inputs[0].is_cuda:
         return lambda given: _only(compiled_function(*given))
-    return graphed(lambda given: _only(compiled_function(*given)), inputs)
+    return capture_cuda_graph(lambda given: _only(compiled_function(*given)), inputs)
 
 
-def graphed(function: Program, inputs: list[Tensor]) -> Program:
+def capture_cuda_graph(function: Program, inputs: list[Tensor]) -> Program:
     """Record `function` as one CUDA graph, so that its hundreds of small kernels are launched at once.
 
     The graph reads and writes fixed memory, so inputs are copied in and the result is copied out.
@@ -195,7 +196,7 @@ def _only(found: Tensor | Sequence[Tensor]) -> Tensor:
     return found if isinstance(found, Tensor) else found[0]
 
 
-def bucket(rows: int) -> int:
+def row_bucket(rows: int) -> int:
     """Return the number of rows to compile for: the next power of four, and above 1024 the number itself."""
     size = 1
     while size < rows and size < 1024:
@@ -203,7 +204,7 @@ def bucket(rows: int) -> int:
     return max(size, rows)
 
 
-def filled(value: Tensor, rows: int, axis: int = 0) -> Tensor:
+def pad_rows(value: Tensor, rows: int, axis: int = 0) -> Tensor:
     """Pad `value` to `rows` by repeating its last row along `axis`."""
     padding = rows - value.shape[axis]
     if not padding:
@@ -212,3 +213,6 @@ def filled(value: Tensor, rows: int, axis: int = 0) -> Tensor:
     shape = list(value.shape)
     shape[axis] = padding
     return torch.cat([value, last.expand(shape)], axis)
+
+
+keep_former_names(__name__, {"filled": "pad_rows", "graphed": "capture_cuda_graph", "bucket": "row_bucket"})

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention, silu
 
 from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import CONDITION, Decision, Policy, TensorObservation
 from robopolicy.core.randomness import normal
 from robopolicy.core.spec import PolicySpec, all_finite, validate_observation
@@ -319,7 +320,7 @@ def prepared(
             )
         return lambda condition: steps_of(network, times, condition).one
     denoiser, table = denoiser_in(precision, network, times)
-    begin = at_work(denoiser, table, caching)
+    begin = bind_condition(denoiser, table, caching)
     if precision == "fp32":
         return lambda condition: begin(condition[CONDITION])
 
@@ -343,7 +344,7 @@ CONTEXTS = 2**25
 """Maximum number of elements of a table [K, B, M] that is filled before the first step."""
 
 
-def at_work(denoiser: Denoiser, table: Tensor, caching: Caching | None) -> Callable[[Tensor], Predicts]:
+def bind_condition(denoiser: Denoiser, table: Tensor, caching: Caching | None) -> Callable[[Tensor], Predicts]:
     """Return a function from condition [B, D] to the denoiser bound to it; table: its features of the times [K, M].
 
     Raises ConfigError when caching does not fit.
@@ -499,3 +500,6 @@ class LeanTokens:
         number = {text: place for place, text in enumerate(distinct)}
         rows = torch.tensor([number[text] for text in texts], device=device)
         return reading.copied(rows)
+
+
+keep_former_names(__name__, {"at_work": "bind_condition"})

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.nn.branches import FEED_FORWARD, Blocks, Caching, fresh
 from robopolicy.policies.lerobot.acting import LeRobotPolicy
 
 
-class AtWork(Protocol):
+class BoundNetwork(Protocol):
     """A network bound to B observations."""
 
     def __call__(self, x: Tensor, index: int, blocks: Blocks = fresh) -> Tensor:
@@ -39,20 +40,20 @@ class AtWork(Protocol):
 
 
 @dataclass(frozen=True)
-class Lean:
+class LeanNetwork:
     """A network prepared for K times.
 
     blocks: names of its residual branches in computation order; bind: condition [B, D] -> network bound to it.
     """
 
     blocks: tuple[str, ...]
-    bind: Callable[[Tensor], AtWork]
+    bind: Callable[[Tensor], BoundNetwork]
 
 
 Maps = Callable[[Tensor], Tensor]
 
 
-def lean_transformer(network: Any, times: Tensor) -> Lean:
+def lean_transformer(network: Any, times: Tensor) -> LeanNetwork:
     """Prepare LeRobot's DiffusionTransformer for `times` [K]."""
     layers, split = list(network.transformer_blocks), network.timestep_embed_dim
     modulation_layers = [block.adaLN_modulation[-1] for block in layers]
@@ -67,7 +68,7 @@ def lean_transformer(network: Any, times: Tensor) -> Lean:
     expand = [_linear(block.mlp[0], gelu=True) for block in layers]
     shrink = [_linear(block.mlp[2]) for block in layers]
 
-    def bind(condition: Tensor) -> AtWork:
+    def bind(condition: Tensor) -> BoundNetwork:
         condition_embedding = functional.silu(condition)
         condition_terms = torch.stack(
             [functional.linear(condition_embedding, layer.weight[:, split:]) for layer in modulation_layers]
@@ -95,7 +96,7 @@ def lean_transformer(network: Any, times: Tensor) -> Lean:
         return shrink[place](expand[place](_modulated(x, scale, shift, layers[place].norm2.eps)))
 
     names = tuple(f"{place}.{kind}" for place in range(len(layers)) for kind in ("attention", FEED_FORWARD))
-    return Lean(names, bind)
+    return LeanNetwork(names, bind)
 
 
 def _modulated(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
@@ -155,7 +156,7 @@ def _linear(weight: Tensor | nn.Linear, bias: Tensor | None = None, *, gelu: boo
     return lambda x: functional.linear(x, matrix, bias)
 
 
-def lean_unet(network: Any, times: Tensor) -> Lean:
+def lean_unet(network: Any, times: Tensor) -> LeanNetwork:
     """Prepare LeRobot's DiffusionConditionalUnet1d for `times` [K]."""
     parts = {"down": network.down_modules, "middle": [network.mid_modules], "up": network.up_modules}
     block_of_name = {
@@ -172,7 +173,7 @@ def lean_unet(network: Any, times: Tensor) -> Lean:
     up = [_layer(stage[2]) for stage in network.up_modules]
     leave = _conv_block(network.final_conv[0]), _layer(network.final_conv[1])
 
-    def bind(condition: Tensor) -> AtWork:
+    def bind(condition: Tensor) -> BoundNetwork:
         condition_embedding = functional.mish(condition)
         condition_terms = torch.cat(
             [functional.linear(condition_embedding, layer.weight[:, split:]) for layer in modulation_layers], 1
@@ -192,7 +193,7 @@ def lean_unet(network: Any, times: Tensor) -> Lean:
 
         return predict
 
-    return Lean(tuple(block_of_name), bind)
+    return LeanNetwork(tuple(block_of_name), bind)
 
 
 def _residual(stages: Any) -> Iterator[Any]:
@@ -351,7 +352,7 @@ def lean_lerobot(policy: LeRobotPolicy, caching: Caching | None = None) -> LeRob
         if inner.config.type == "diffusion":
             model = inner.diffusion
             steps, weights = _scheduled(model.noise_scheduler, model.num_inference_steps)
-            network = Remembered(lean_unet(model.unet, steps.to(policy.device)), len(weights), caching)
+            network = CachedNetwork(lean_unet(model.unet, steps.to(policy.device)), len(weights), caching)
             denoise = _diffusion(network, weights, _limit(inner.config))
             replaced_parts = {
                 "diffusion": _sampling(model, lambda rows, global_cond, noise: denoise(global_cond, noise))
@@ -405,10 +406,10 @@ def _sampling(module: nn.Module, sample: Callable[..., Tensor]) -> nn.Module:
     return twin
 
 
-class Remembered:
+class CachedNetwork:
     """A network with block caching by `caching` in chains of `steps` evaluations; see `CachedSteps`."""
 
-    def __init__(self, network: Lean, steps: int, caching: Caching | None):
+    def __init__(self, network: LeanNetwork, steps: int, caching: Caching | None):
         if caching is not None:
             caching.check(network.blocks, steps)
         self.network, self.caching = network, caching
@@ -428,7 +429,7 @@ def _transformer_parts(inner: Any, device: torch.device, caching: Caching | None
     shape = objective.horizon, objective.action_dim
     if _diffuses(config):
         times, weights = _scheduled(objective.noise_scheduler, objective.num_inference_steps)
-        network = Remembered(lean_transformer(inner.noise_predictor, times.to(device)), len(weights), caching)
+        network = CachedNetwork(lean_transformer(inner.noise_predictor, times.to(device)), len(weights), caching)
         denoise = _diffusion(network, weights, _limit(config))
     else:
         if caching is not None and config.integration_method == "rk4":
@@ -438,7 +439,7 @@ def _transformer_parts(inner: Any, device: torch.device, caching: Caching | None
             )
         doubled = 2 if config.integration_method == "rk4" else 1
         times = torch.linspace(0, 1, doubled * config.num_integration_steps + 1, device=device)
-        network = Remembered(lean_transformer(inner.noise_predictor, times), config.num_integration_steps, caching)
+        network = CachedNetwork(lean_transformer(inner.noise_predictor, times), config.num_integration_steps, caching)
         denoise = _flow(network, config.num_integration_steps, doubled == 2)
 
     def sample(model: nn.Module, batch_size: int, conditioning_vec: Tensor) -> Tensor:
@@ -447,11 +448,11 @@ def _transformer_parts(inner: Any, device: torch.device, caching: Caching | None
         return denoise(conditioning_vec, noise)
 
     encoder = inner.observation_encoder
-    remembering = _with(encoder, {"text_encoder": RememberedTexts(encoder.text_encoder)})
+    remembering = _with(encoder, {"text_encoder": CachedTexts(encoder.text_encoder)})
     return {"objective": _sampling(objective, sample), "observation_encoder": remembering}
 
 
-class RememberedTexts(nn.Module):
+class CachedTexts(nn.Module):
     """A frozen text encoder that caches the features of every text."""
 
     def __init__(self, encoder: nn.Module):
@@ -472,7 +473,7 @@ class RememberedTexts(nn.Module):
 
 
 def _diffusion(
-    network: Remembered, weights: Sequence[StepWeights], limit: float | None
+    network: CachedNetwork, weights: Sequence[StepWeights], limit: float | None
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function from condition [B, D] and noise [B, T, A] to actions [B, T, A], with clean ones within
     `limit`.
@@ -495,7 +496,7 @@ def _diffusion(
     return denoise
 
 
-def _flow(network: Remembered, steps: int, fourth_order: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def _flow(network: CachedNetwork, steps: int, fourth_order: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function from condition [B, D] and noise [B, T, A] to actions [B, T, A], by Euler or Runge-Kutta.
 
     Network evaluation k is at time k / steps, or k / (2 steps) with fourth-order Runge-Kutta.
@@ -552,3 +553,9 @@ def _scheduled(scheduler: Any, count: int) -> tuple[Tensor, list[StepWeights]]:
             direction_weights = (0.0, towards) if from_noise else (towards / noise, -towards * signal / noise)
             weights.append(StepWeights(a, b, next_alpha**0.5, *direction_weights, 0.0))
     return steps, weights
+
+
+keep_former_names(
+    __name__,
+    {"AtWork": "BoundNetwork", "Lean": "LeanNetwork", "Remembered": "CachedNetwork", "RememberedTexts": "CachedTexts"},
+)

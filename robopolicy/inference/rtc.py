@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.turns import Periodicity, periodicity_of
-from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhead, Underway
+from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhead, RunningPlan
 from robopolicy.nn.denoisers import given_steps
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
 from robopolicy.policies.denoising import DenoisingPolicy, OpensDenoising, require_denoising
@@ -82,14 +83,14 @@ def trained_rtc(policy: Policy, delay: Delay) -> Policy:
             f"prefix_steps={max(delay.steps, 1)} or more, or use rtc, which guides policies that were trained "
             "without."
         )
-    return OverlappingPolicy(policy, delay, continued)
+    return OverlappingPolicy(policy, delay, continue_plan)
 
 
-def continued(
+def continue_plan(
     policy: PredictsAhead,
     observation: TensorObservation,
     generator: torch.Generator,
-    underway: Underway,
+    underway: RunningPlan,
     *,
     deterministic: bool,
 ) -> Tensor:
@@ -137,12 +138,12 @@ def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobi
         raise ConfigError(f"There is no mask '{mask}': choose {', '.join(kinds)}.")
     bound = min(strongest, denoising_policy.schedule.steps) if jacobian else strongest
     return OverlappingPolicy(
-        policy, delay, Inpainted(denoising_policy, bound, Mask(mask), jacobian, quiet=inner is not None)
+        policy, delay, InpaintedPlans(denoising_policy, bound, Mask(mask), jacobian, quiet=inner is not None)
     )
 
 
 @dataclass(frozen=True)
-class Inpainted:
+class InpaintedPlans:
     """`Plans` that agree with the plan in execution.
 
     guided: policy whose denoising is corrected (the policy itself, or a LeRobot policy's weights as a
@@ -161,7 +162,7 @@ class Inpainted:
         policy: PredictsAhead,
         observation: TensorObservation,
         generator: torch.Generator,
-        underway: Underway,
+        underway: RunningPlan,
         *,
         deterministic: bool,
     ) -> Tensor:
@@ -273,3 +274,6 @@ def guidance_gains(levels: Tensor, strongest: float) -> Tensor:
     """
     t = levels[:, 1] / levels.sum(1)
     return torch.minimum(strongest * t, (t.square() + (1 - t).square()) / (1 - t))
+
+
+keep_former_names(__name__, {"Inpainted": "InpaintedPlans", "continued": "continue_plan"})

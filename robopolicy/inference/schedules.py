@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.registry import Registry
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.calibration import Calibration
@@ -113,7 +114,7 @@ def bac(calibration: Calibration, config: CacheConfig) -> Tensor:
     lowest ones: `anchors` counts the similarity of every step to the step whose output it reuses.
     """
     own_updates = anchors(calibration.similarity, config.budget, config.last_steps)
-    return bubbling_union(own_updates, calibration.surge, spreading(calibration.blocks), config.top_blocks)
+    return bubbling_union(own_updates, calibration.surge, feed_forward_like(calibration.blocks), config.top_blocks)
 
 
 def anchors(similarity: Tensor, budget: int, last: int = 0) -> Tensor:
@@ -160,7 +161,7 @@ def bubbling_union(updates: Tensor, surge: Tensor, spreads: Tensor, top: int) ->
     return updates | (follow_updates & is_top[:, None])
 
 
-def spreading(blocks: tuple[str, ...]) -> Tensor:
+def feed_forward_like(blocks: tuple[str, ...]) -> Tensor:
     """Return the mask of blocks that act like feed-forward layers, [B] bool.
 
     In a transformer these are its feed-forward layers. Networks without them have a single kind of block, hidden layers
@@ -169,3 +170,6 @@ def spreading(blocks: tuple[str, ...]) -> Tensor:
     """
     feeds_forward = torch.tensor([name.endswith(FEED_FORWARD) for name in blocks])
     return feeds_forward if bool(feeds_forward.any()) else torch.ones_like(feeds_forward)
+
+
+keep_former_names(__name__, {"spreading": "feed_forward_like"})

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import NonFiniteError, ServingError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Policy, TensorObservation, to_tensors
 from robopolicy.core.spec import TASK, Observation, all_finite
 from robopolicy.inference.chunking import Plans, PredictsAhead
-from robopolicy.serving.sessions import Left, underway
+from robopolicy.serving.sessions import RemainingActions, batch_remaining_actions
 
 
 class BusyError(ServingError):
@@ -50,7 +51,7 @@ class Answer:
 
 
 @dataclass(frozen=True, eq=False)
-class Waiting:
+class PendingRequest:
     """A waiting request: the observation [1, H, ...], the future for its answer, its own noise generator, the robot's
     remaining actions if sent, and its sender.
     """
@@ -58,7 +59,7 @@ class Waiting:
     observation: Observation
     answer: asyncio.Future[Answer]
     generator: torch.Generator | None = None
-    left: Left | None = None
+    left: RemainingActions | None = None
     asker: Asker = NOBODY
 
     def goes_with(self, other: "Waiting") -> bool:
@@ -69,7 +70,7 @@ class Waiting:
         return own_plan is other_plan if own_plan is None or other_plan is None else own_plan.shape == other_plan.shape
 
 
-class Turns:
+class RoundRobin:
     """Round-robin order of requests: the least recently served address is next, and within it the least recently served
     connection.
     """
@@ -78,7 +79,7 @@ class Turns:
         self._served: dict[str | Asker, int] = {}
         self._count = itertools.count(1)
 
-    def take(self, waiting: Sequence[Waiting], most: int) -> list[Waiting]:
+    def take(self, waiting: Sequence[PendingRequest], most: int) -> list[PendingRequest]:
         """Select the next request, and up to `most` requests in all that can share its batch, each connection's in
         order.
         """
@@ -86,7 +87,7 @@ class Turns:
         address, asker = self._next(rows)
         first = rows[address][asker][0]
         rows = _rows([request for request in waiting if request.goes_with(first)])
-        batch: list[Waiting] = []
+        batch: list[PendingRequest] = []
         while rows and len(batch) < most:
             address, asker = self._next(rows)
             self._served[address] = self._served[asker] = next(self._count)
@@ -100,20 +101,20 @@ class Turns:
             self._served = {client: self._served[client] for client in newest}
         return batch
 
-    def _next(self, rows: Mapping[str, Mapping[Asker, deque[Waiting]]]) -> tuple[str, Asker]:
+    def _next(self, rows: Mapping[str, Mapping[Asker, deque[PendingRequest]]]) -> tuple[str, Asker]:
         address = min(rows, key=lambda each: self._served.get(each, 0))
         return address, min(rows[address], key=lambda each: self._served.get(each, 0))
 
 
-def _rows(waiting: Sequence[Waiting]) -> dict[str, dict[Asker, deque[Waiting]]]:
+def _rows(waiting: Sequence[PendingRequest]) -> dict[str, dict[Asker, deque[PendingRequest]]]:
     """Return waiting requests by address and connection, in order of arrival."""
-    rows: dict[str, dict[Asker, deque[Waiting]]] = {}
+    rows: dict[str, dict[Asker, deque[PendingRequest]]] = {}
     for request in waiting:
         rows.setdefault(request.asker[0], {}).setdefault(request.asker, deque()).append(request)
     return rows
 
 
-def gives_way(waiting: Sequence[Waiting], asker: Asker) -> Waiting | None:
+def request_to_drop(waiting: Sequence[PendingRequest], asker: Asker) -> PendingRequest | None:
     """Return the request to drop when the queue is full and `asker` sends one; None to drop the new one.
 
     It is the newest request of the address with the most requests, if that address has more than the asker's would
@@ -158,8 +159,8 @@ class InferenceQueue:
         self.deadline, self.stall = deadline, stall
         self.deterministic, self.on_batch = deterministic, on_batch
         self.pass_began: float | None = None
-        self._waiting: list[Waiting] = []
-        self._turns = Turns()
+        self._waiting: list[PendingRequest] = []
+        self._turns = RoundRobin()
         self._wake = asyncio.Event()
         self._thread = _Thread()
         self._task: asyncio.Task[None] | None = None
@@ -197,17 +198,17 @@ class InferenceQueue:
             return f"The policy has been computing for {self.pass_age:.0f} s: restart the server if it does not end."
         return None
 
-    async def first(self, observation: Observation, rows: int, left: Left | None = None) -> None:
+    async def first(self, observation: Observation, rows: int, left: RemainingActions | None = None) -> None:
         """Answer one observation [1, H, ...] in a batch of this many rows, without a deadline; raises as `infer`."""
         nobody: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        batch = [Waiting(observation, nobody, None, left)] * rows
+        batch = [PendingRequest(observation, nobody, None, left)] * rows
         await self._thread.call(lambda: self._act(batch))
 
     async def infer(
         self,
         observation: Observation,
         generator: torch.Generator | None = None,
-        left: Left | None = None,
+        left: RemainingActions | None = None,
         asker: Asker = NOBODY,
     ) -> Answer:
         """Return the answer to one observation; with a `generator` it is computed alone, using that generator.
@@ -222,14 +223,14 @@ class InferenceQueue:
             busy = BusyError(
                 f"{self.max_queue_size} requests are waiting already: try again later, or send requests less often."
             )
-            other = gives_way(self._waiting, asker)
+            other = request_to_drop(self._waiting, asker)
             if other is None:
                 raise busy
             self._waiting.remove(other)
             if not other.answer.done():
                 other.answer.set_exception(busy)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        request = Waiting(observation, future, generator, left, asker)
+        request = PendingRequest(observation, future, generator, left, asker)
         self._waiting.append(request)
         self._wake.set()
         try:
@@ -262,7 +263,7 @@ class InferenceQueue:
                 else:
                     request.answer.set_exception(answer)
 
-    def _next_batch(self) -> list[Waiting]:
+    def _next_batch(self) -> list[PendingRequest]:
         """Take the next batch from the requests that are still waiting."""
         self._waiting = [request for request in self._waiting if not request.answer.done()]
         if not self._waiting:
@@ -272,7 +273,7 @@ class InferenceQueue:
         self._waiting = [request for request in self._waiting if request not in batch_set]
         return batch
 
-    def _answer(self, batch: list[Waiting]) -> list[Answer | Exception]:
+    def _answer(self, batch: list[PendingRequest]) -> list[Answer | Exception]:
         """Answer a batch; if it fails, answer one by one, so that only the faulty request fails."""
         try:
             return list(self._act(batch))
@@ -281,7 +282,7 @@ class InferenceQueue:
                 return [error]
             return [self._answer([request])[0] for request in batch]
 
-    def _act(self, batch: list[Waiting]) -> list[Answer]:
+    def _act(self, batch: list[PendingRequest]) -> list[Answer]:
         start = time.perf_counter()
         observations, generator = [request.observation for request in batch], batch[0].generator or self.generator
         batch_observation = {key: np.concatenate([item[key] for item in observations]) for key in observations[0]}
@@ -305,14 +306,14 @@ class InferenceQueue:
         return [Answer(row, seconds) for row in values]
 
     def _decided(
-        self, observation: TensorObservation, generator: torch.Generator, left: Sequence[Left | None]
+        self, observation: TensorObservation, generator: torch.Generator, left: Sequence[RemainingActions | None]
     ) -> Tensor:
         """Return the chunks [B, C, A], or predictions [B, P, A] that continue the remaining actions."""
         plans = [each for each in left if each is not None]
         if not plans:
             return self.policy.act(observation, generator, deterministic=self.deterministic).actions
         assert self.plans is not None and isinstance(self.policy, PredictsAhead)
-        now = underway(plans, self.policy.spec.chunk, generator.device)
+        now = batch_remaining_actions(plans, self.policy.spec.chunk, generator.device)
         return self.plans(self.policy, observation, generator, now, deterministic=self.deterministic)
 
 
@@ -348,3 +349,6 @@ class _Thread:
 
         self._calls.put(run)
         return await asyncio.wrap_future(future)
+
+
+keep_former_names(__name__, {"Turns": "RoundRobin", "gives_way": "request_to_drop", "Waiting": "PendingRequest"})

@@ -34,10 +34,11 @@ from websockets.frames import CloseCode
 from websockets.sync.client import ClientConnection, connect
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, SpecError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.serving.configuration import ServerAddress, require_key
 from robopolicy.serving.described import camera_shapes
-from robopolicy.serving.pictures import smaller
-from robopolicy.serving.protocol import CHECK, REQUEST, RESET, SESSION, fingerprint, pack, unpack, unsealed
+from robopolicy.serving.pictures import downscale
+from robopolicy.serving.protocol import CHECK, REQUEST, RESET, SESSION, checksum, pack, unpack, unpack_with_checksum
 
 MAXIMUM_ANSWER = 64 * 2**20
 """Maximum bytes of an answer."""
@@ -67,7 +68,7 @@ SHORTEST = 1.0
 """Minimum seconds that a connection waits for an answer; a driver with less patience gives up earlier."""
 
 
-def whole_address(host: str, port: int | None, encrypted: bool) -> str:
+def server_url(host: str, port: int | None, encrypted: bool) -> str:
     """Return the ws:// or wss:// URL of a server.
 
     host: a host name or a full URL; port: None for the port in the URL, or PORT for a host name; encrypted: whether a
@@ -96,7 +97,7 @@ def whole_address(host: str, port: int | None, encrypted: bool) -> str:
     return parts._replace(netloc=f"{parts.netloc}:{PORT if port is None else port}").geturl()
 
 
-def trusting(certificate: Path | str | None) -> ssl.SSLContext:
+def tls_context(certificate: Path | str | None) -> ssl.SSLContext:
     """Return the TLS context that verifies a server's certificate: with a PEM file, or with the system's certificate
     authorities for None. Raises ServingError when the file cannot be read.
     """
@@ -170,7 +171,7 @@ def unreachable(address: str, proxy: Proxy | None, error: Exception) -> ServingE
     if proxy is None:
         if isinstance(error, ConnectionRefusedError | ConnectionResetError):
             return ServingError(f"No server listens at {address}. Start it first: robopolicy serve CHECKPOINT")
-        return ServingError(f"Cannot connect to {address}: {reason}.{way_out(address, error)}")
+        return ServingError(f"Cannot connect to {address}: {reason}.{connection_hint(address, error)}")
     if isinstance(error, ImportError):
         text = f"{address} is reached through {proxy}, which needs a package: pip install python-socks."
         return ServingError(text + proxy.around)
@@ -187,7 +188,7 @@ def unreachable(address: str, proxy: Proxy | None, error: Exception) -> ServingE
     return ServingError(f"Cannot connect to {address} through {proxy}: {reason}.{proxy.around}")
 
 
-def way_out(address: str, error: Exception) -> str:
+def connection_hint(address: str, error: Exception) -> str:
     """Return the remedy for a connection error at `address`, "" if none is known."""
     if isinstance(error, ssl.SSLCertVerificationError):
         if "mismatch" in error.verify_message.lower():
@@ -239,13 +240,13 @@ class PolicyClient:
         session: str | None = None,
         certificate: Path | str | None = None,
     ):
-        self.address = whole_address(host, port, encrypted=certificate is not None)
+        self.address = server_url(host, port, encrypted=certificate is not None)
         self.timeout = timeout
         self.patience = patience
         self.session = session
         require_key(api_key or "")
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
-        self._tls = trusting(certificate) if self.address.startswith("wss://") else None
+        self._tls = tls_context(certificate) if self.address.startswith("wss://") else None
         self._connection: ClientConnection | None = None
         self._stack = ExitStack()
         self._numbers = itertools.count(secrets.randbits(48))
@@ -296,7 +297,7 @@ class PolicyClient:
             answer = self._not_the_last(connection, answer)
         self._took = time.monotonic() - start
         content = self._decoded(answer)
-        if self._sealed and content.pop(REQUEST, None) != fingerprint(data):
+        if self._sealed and content.pop(REQUEST, None) != checksum(data):
             self.close()
             raise ServingError(
                 f"{self.address} answered a different request than the last one; the answer is not used."
@@ -394,12 +395,12 @@ class PolicyClient:
     def _read(self, message: bytes) -> dict[str, Any]:
         """Decode a server message; robopolicy servers add a checksum to all messages, starting with the metadata."""
         if self._sealed:
-            return unsealed(message)
+            return unpack_with_checksum(message)
         content = unpack(message)
         if not isinstance(content, dict):
             raise SpecError("it is not a mapping.")
         if CHECK in content or content.get("server") == "robopolicy":
-            content, self._sealed = unsealed(message), True
+            content, self._sealed = unpack_with_checksum(message), True
         return content
 
     @staticmethod
@@ -494,7 +495,7 @@ def _fitted(message: Mapping[Any, Any], cameras: Mapping[str, tuple[int, ...]], 
             result[key] = _fitted(value, cameras, name + "/")
         else:
             is_camera = name in cameras and isinstance(value, np.ndarray)
-            result[key] = smaller(value, cameras[name]) if is_camera else value
+            result[key] = downscale(value, cameras[name]) if is_camera else value
     return result
 
 
@@ -535,3 +536,6 @@ def connected(server: ServerAddress, patience: float) -> PolicyClient:
         patience=min(STARTING, patience / 2),
         certificate=server.certificate,
     )
+
+
+keep_former_names(__name__, {"whole_address": "server_url", "trusting": "tls_context", "way_out": "connection_hint"})

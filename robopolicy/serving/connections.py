@@ -10,6 +10,7 @@ from websockets.asyncio.server import ServerConnection
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import State
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.serving.protocol import Limits
 
 READ_BYTES = 32 * 1024
@@ -18,7 +19,7 @@ part.
 """
 
 
-class Door:
+class ConnectionLimiter:
     """Counts open sockets and wrong keys, in total and by address."""
 
     def __init__(self, limits: Limits):
@@ -70,7 +71,7 @@ class LimitedConnection(ServerConnection):
     too large is first answered with an error text, like every refused request.
     """
 
-    def __init__(self, *arguments: Any, door: Door, **options: Any):
+    def __init__(self, *arguments: Any, door: ConnectionLimiter, **options: Any):
         super().__init__(*arguments, **options)
         self._door = door
         self._fail, self.protocol.fail = self.protocol.fail, self._failed
@@ -121,3 +122,6 @@ def address_of(transport: asyncio.BaseTransport) -> str:
     """Return the address that a socket came from, "" if unknown (a local socket, or a closed one)."""
     peer = transport.get_extra_info("peername")
     return str(peer[0]) if isinstance(peer, tuple) and peer else ""
+
+
+keep_former_names(__name__, {"Door": "ConnectionLimiter"})

@@ -12,6 +12,7 @@ import numpy as np
 
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError, SpecError, did_you_mean
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.holding import Kind, kind_of, kinds_of
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, Field
 from robopolicy.core.turns import Periodicity, periodicity_of
@@ -295,7 +296,7 @@ class ActionLimits:
             )
         open_ended = ~np.isfinite(low) | ~np.isfinite(high)
         if open_ended.any() and self.change is None and self.workspace is None and not self.unbounded:
-            raise ConfigError(nothing_bounds(policy, open_ended))
+            raise ConfigError(unbounded_message(policy, open_ended))
 
     def limited(
         self, action: np.ndarray, last: np.ndarray | None, policy: DescribedPolicy, *, held: bool = False
@@ -334,7 +335,7 @@ class ActionLimits:
         return low, high
 
 
-def nothing_bounds(policy: DescribedPolicy, open_ended: np.ndarray) -> str:
+def unbounded_message(policy: DescribedPolicy, open_ended: np.ndarray) -> str:
     """Return the error message for the `open_ended` action elements, [A] bool, that neither policy nor robot bounds."""
     example = policy.names[int(np.flatnonzero(open_ended)[0])] if policy.names else "NAME"
     return (
@@ -371,7 +372,7 @@ def limits_of(
     if limits_itself is not None:
         open_ended &= ~limits_itself
     if open_ended.any() and settings.max_action_change is None and not settings.unbounded:
-        raise ConfigError(nothing_bounds(policy, open_ended))
+        raise ConfigError(unbounded_message(policy, open_ended))
     return ActionLimits(low=low, high=high, change=settings.max_action_change, unbounded=True)
 
 
@@ -381,3 +382,6 @@ def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
         return np.broadcast_shapes(shape, target) == target
     except ValueError:
         return False
+
+
+keep_former_names(__name__, {"nothing_bounds": "unbounded_message"})

@@ -17,7 +17,7 @@ from robopolicy.core.world import Rows, World
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.described import limits_of
 from robopolicy.serving.driver import Clock, Driver, Requests, Server, described_policy, latency_figures
-from robopolicy.serving.holding import as_served, holding
+from robopolicy.serving.holding import holding, with_served_hold
 from robopolicy.serving.notices import Notices
 
 STANDARD = RobotSettings()
@@ -45,7 +45,7 @@ def drive(
     seeds = np.asarray(seeds, dtype=np.int64)
     _check(world, client.metadata)
     clock = Clock(rate)
-    robots = _Robots(world, client, as_served(robot, client.metadata), clock, notices or Notices())
+    robots = _Robots(world, client, with_served_hold(robot, client.metadata), clock, notices or Notices())
     successes = steps = 0
     start = time.perf_counter()
     try:

@@ -31,8 +31,8 @@ from robopolicy.core.history import initial_window, shift_window
 from robopolicy.core.spec import QUEUE, TASK
 from robopolicy.serving.client import RefusedError
 from robopolicy.serving.described import ActionLimits, described_policy
-from robopolicy.serving.holding import Hold, Stillness
-from robopolicy.serving.notices import Notices, far_from_known
+from robopolicy.serving.holding import Hold, HoldAction
+from robopolicy.serving.notices import Notices, far_from_training_data
 from robopolicy.serving.protocol import DELAY, PLAN, SESSION
 
 BACK_OFF = 0.1, 5.0
@@ -145,7 +145,7 @@ class Driver:
     ):
         described = described_policy(client.metadata).with_turns(turns or {}, switches)
         self.policy, self.limits = described, limits or ActionLimits()
-        self.hold = Stillness(hold, described)
+        self.hold = HoldAction(hold, described)
         self.start = self.hold if start is None else start
         self.prefetch = prefetch
         self.blend = blend
@@ -267,7 +267,7 @@ class Driver:
                 initial_window(newest, self.policy.history) if history is None else shift_window(history, newest)
             )
         self._task = None if frames.get(TASK) is None else _instruction(frames[TASK])
-        if far := far_from_known(self.policy, observation):
+        if far := far_from_training_data(self.policy, observation):
             self.counts["outside"] += 1
             self._notices.say(
                 "outside",

@@ -9,6 +9,7 @@ import numpy as np
 
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.holding import Kind, hold_behaviour, is_gripper, kind_of, kinds_of
 from robopolicy.core.spec import HOLD
 from robopolicy.serving.configuration import RobotSettings
@@ -20,7 +21,7 @@ Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]
 """(newest frames by field, last action [A] or None) -> the action [A] that keeps the robot still."""
 
 
-def as_served(settings: RobotSettings, metadata: Mapping[str, Any]) -> RobotSettings:
+def with_served_hold(settings: RobotSettings, metadata: Mapping[str, Any]) -> RobotSettings:
     """Return the settings with `hold` taken from the served policy's world, if they leave it open and the world defines
     it.
     """
@@ -30,7 +31,7 @@ def as_served(settings: RobotSettings, metadata: Mapping[str, Any]) -> RobotSett
     return replace(settings, hold=hold) if settings.hold == "auto" and hold in ("zero", "last") else settings
 
 
-def unsaid(names: Sequence[str]) -> str:
+def unspecified_hold_message(names: Sequence[str]) -> str:
     """Return the error message for elements whose behaviour while the robot holds still follows from neither name nor
     unit.
     """
@@ -80,7 +81,7 @@ def holding(
     return hold
 
 
-class Stillness:
+class HoldAction:
     """Hold action of a robot: given by the user, or derived from the names and units of its actions.
 
     hold: the action [A], a function that returns it, or None for `holding`. Warns when the user's hold keeps a velocity
@@ -155,3 +156,8 @@ class Stillness:
     def _warn(self, text: str) -> None:
         self._warned = True
         warnings.warn(text, RobopolicyWarning, stacklevel=4)
+
+
+keep_former_names(
+    __name__, {"unsaid": "unspecified_hold_message", "as_served": "with_served_hold", "Stillness": "HoldAction"}
+)

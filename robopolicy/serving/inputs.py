@@ -38,7 +38,7 @@ from robopolicy.core.spec import (
     cameras_of,
     validate_observation,
 )
-from robopolicy.serving.pictures import pixels, resized
+from robopolicy.serving.pictures import pixels, resize_with_padding
 from robopolicy.serving.protocol import IMAGE_BYTES, OURS, Limits
 
 _PROPRIOCEPTION = ("observation/joint_position", "observation/gripper_position")
@@ -146,7 +146,7 @@ class Session:
         if images[0].size > self.limits.image:
             range_text = "1280 x 720" if self.limits.image == IMAGE_BYTES else str(self.limits.image // 3)
             raise SpecError(f"'{name}' is {width} x {height}, more than {range_text} pixels: reduce it before sending.")
-        return np.stack([resized(frame, field.shape[:2]) for frame in images])
+        return np.stack([resize_with_padding(frame, field.shape[:2]) for frame in images])
 
 
 def _require_same(key: str, found: Sequence[str], names: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, SpecError, did_you_mean, in_one_line
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.progress import progress
 from robopolicy.core.registry import is_dotted, load_dotted
 from robopolicy.core.spec import TASK
@@ -33,7 +34,7 @@ from robopolicy.serving.configuration import AttachedRobot, RobotSettings
 from robopolicy.serving.described import limits_of
 from robopolicy.serving.driver import Clock, Driver, Requests, Server, described_policy, latency_figures
 from robopolicy.serving.notices import Notices
-from robopolicy.serving.wiring import Wiring
+from robopolicy.serving.wiring import ElementMapping
 
 if TYPE_CHECKING:
     from lerobot.robots import Robot
@@ -106,7 +107,7 @@ def _import_robots() -> dict[str, str]:
     return {name: text for name, text in failures.items() if name.startswith(PACKAGES)}
 
 
-def blue_first(robot: "Robot") -> tuple[str, ...]:
+def bgr_cameras(robot: "Robot") -> tuple[str, ...]:
     """Return the cameras of a robot that are configured as BGR; policies read RGB."""
     configured = dict(getattr(getattr(robot, "config", None), "cameras", None) or {})
     camera_configs = {
@@ -129,7 +130,7 @@ class AttachedLeRobot:
     def __init__(
         self,
         robot: "Robot",
-        wire: Callable[[Mapping[str, Any], Mapping[str, Any]], Wiring],
+        wire: Callable[[Mapping[str, Any], Mapping[str, Any]], ElementMapping],
         *,
         robot_timeout: float = 1.0,
         frozen_camera_timeout: float = 1.0,
@@ -140,7 +141,7 @@ class AttachedLeRobot:
         self.robot, self.wiring = robot, wiring if settings is None else replace(wiring, settings=settings)
         self._stops = ~np.array(self.wiring.standing.keeps, dtype=bool)  # raises where nobody says how to stand still
         self.robot_timeout, self.frozen_camera_timeout = robot_timeout, frozen_camera_timeout
-        self._bgr = blue_first(robot)
+        self._bgr = bgr_cameras(robot)
         self._clock = clock
         self._calls, self._connected = _Calls(), False
         self._sent: np.ndarray | None = None
@@ -182,7 +183,7 @@ class AttachedLeRobot:
         return frames
 
     def still(self) -> np.ndarray:
-        """Return the action [A] that keeps the robot at its last observed position; see `Wiring.still`."""
+        """Return the action [A] that keeps the robot at its last observed position; see `ElementMapping.still`."""
         return self.wiring.still(self._shown, self._last)
 
     @property
@@ -403,3 +404,6 @@ def drive_robot(
         "deadline_misses": clock.misses,
         "latency_ms": latency_figures(requests.latencies),
     }
+
+
+keep_former_names(__name__, {"blue_first": "bgr_cameras"})

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.serving.described import DescribedPolicy
 
 EVERY = 10.0
@@ -44,7 +45,7 @@ class Notices:
             self._say(text)
 
 
-def far_from_known(policy: DescribedPolicy, frames: Mapping[str, np.ndarray]) -> str:
+def far_from_training_data(policy: DescribedPolicy, frames: Mapping[str, np.ndarray]) -> str:
     """Return the elements of a robot's frames, field -> [*shape], that lie far outside of the policy's training data,
     or "".
     """
@@ -65,3 +66,6 @@ def far_from_known(policy: DescribedPolicy, frames: Mapping[str, np.ndarray]) ->
     elements.sort(reverse=True)
     rest_text = f" and {len(elements) - 3} more" if len(elements) > 3 else ""
     return ", ".join(text for _, text in elements[:3]) + rest_text
+
+
+keep_former_names(__name__, {"far_from_known": "far_from_training_data"})

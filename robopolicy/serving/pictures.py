@@ -6,6 +6,8 @@ installed it is several times faster.
 
 import numpy as np
 
+from robopolicy.core.former_names import keep_former_names
+
 try:
     from PIL.Image import Resampling, fromarray
 except ImportError:  # a robot's computer: `_scaled` computes what Pillow would
@@ -29,7 +31,7 @@ def pixels(frames: np.ndarray) -> np.ndarray | None:
     return frames if frames.shape[-1] == 3 else None
 
 
-def smaller(sent: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def downscale(sent: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return camera images, [..., h, w, 3] or [..., 3, h, w], as the server would read them if that is smaller.
 
     shape: shape that the policy reads, [height, width, 3]; the frames are then [..., *shape]. Anything that is not an
@@ -41,10 +43,10 @@ def smaller(sent: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if frames[..., 0, 0, 0].size * int(np.prod(shape)) >= frames.size:
         return frames
     flat_frames = frames.reshape(-1, *frames.shape[-3:])
-    return np.stack([resized(each, shape[:2]) for each in flat_frames]).reshape(*frames.shape[:-3], *shape)
+    return np.stack([resize_with_padding(each, shape[:2]) for each in flat_frames]).reshape(*frames.shape[:-3], *shape)
 
 
-def resized(image: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
+def resize_with_padding(image: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
     """Return an image [h, w, 3] uint8 as [*size, 3]: scaled to fit with its aspect ratio, centred on black."""
     height, width = size
     if image.shape[:2] == (height, width):
@@ -86,3 +88,6 @@ def _scaled(image: np.ndarray, count: int, axis: int) -> np.ndarray:
         index = np.minimum(place[:, term], before - 1)
         total += np.take(image, index, axis).astype(np.int32) * weights[:, term].reshape(shape)
     return (total >> _BITS).astype(np.uint8)
+
+
+keep_former_names(__name__, {"smaller": "downscale", "resized": "resize_with_padding"})

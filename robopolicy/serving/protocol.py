@@ -20,6 +20,7 @@ import msgpack
 import numpy as np
 
 from robopolicy.core.errors import SpecError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import IMAGE_PREFIX, PolicySpec
 
 IMAGE_BYTES = 3 * 1280 * 720
@@ -90,8 +91,8 @@ observations get the same answers, whoever else is connected.
 """
 
 REQUEST = "robopolicy.request"
-"""Integer in a request, different every time: the answer then contains under it the `fingerprint` of the request as it
-arrived, and is `sealed`. Only this identifies an answer to another request, or a damaged one.
+"""Integer in a request, different every time: the answer then contains under it the `checksum` of the request as it
+arrived, and is `pack_with_checksum`. Only this identifies an answer to another request, or a damaged one.
 """
 
 PLAN = "robopolicy.plan"
@@ -136,12 +137,12 @@ def pack(message: Mapping[str, Any]) -> bytes:
     return data
 
 
-def fingerprint(data: bytes) -> int:
+def checksum(data: bytes) -> int:
     """Return the CRC-32 of a message."""
     return zlib.crc32(data)
 
 
-def sealed(message: Mapping[str, Any]) -> bytes:
+def pack_with_checksum(message: Mapping[str, Any]) -> bytes:
     """Encode `message` as `pack` does, with a checksum at its end: TCP's own checksum misses one damaged packet in
     65,536.
 
@@ -151,8 +152,8 @@ def sealed(message: Mapping[str, Any]) -> bytes:
     return data + zlib.crc32(data).to_bytes(4, "big")
 
 
-def unsealed(data: bytes) -> dict[str, Any]:
-    """Decode a mapping that `sealed` wrote, without its checksum.
+def unpack_with_checksum(data: bytes) -> dict[str, Any]:
+    """Decode a mapping that `pack_with_checksum` wrote, without its checksum.
 
     Raises SpecError on anything else, and when a byte differs from what was sent.
     """
@@ -251,3 +252,8 @@ def _dtype(text: Any) -> np.dtype:
     if dtype is None or dtype.kind not in _KINDS:
         raise SpecError(f"Arrays of dtype {str(text)[:40]!r} are refused; use bool, integers or floats.")
     return dtype
+
+
+keep_former_names(
+    __name__, {"sealed": "pack_with_checksum", "unsealed": "unpack_with_checksum", "fingerprint": "checksum"}
+)

@@ -37,14 +37,14 @@ from robopolicy.core.origin import origin_of
 from robopolicy.core.policy import Policy, innermost
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
-from robopolicy.inference.chunking import Plans, plans_of
+from robopolicy.inference.chunking import Plans, planner_of
 from robopolicy.inference.engine import CompilesForRows
 from robopolicy.policies.known import known_ranges
 from robopolicy.serving.batching import Answer, Asker, BusyError, InferenceQueue
 from robopolicy.serving.configuration import ServerConfig
-from robopolicy.serving.connections import Door, LimitedConnection, address_of
-from robopolicy.serving.protocol import REQUEST, RESET, SEED, Limits, fingerprint, pack, sealed, unpack
-from robopolicy.serving.sessions import Left, Sessions
+from robopolicy.serving.connections import ConnectionLimiter, LimitedConnection, address_of
+from robopolicy.serving.protocol import REQUEST, RESET, SEED, Limits, checksum, pack, pack_with_checksum, unpack
+from robopolicy.serving.sessions import RemainingActions, Sessions
 from robopolicy.serving.telemetry import Log, Metrics, log_to_stderr
 
 LARGE = 64 * 1024
@@ -133,9 +133,9 @@ class PolicyServer:
         self.limits = settings.limits or Limits.of(policy.spec)
         self.metrics = Metrics()
         self.log = Log()
-        self.door = Door(self.limits)
+        self.door = ConnectionLimiter(self.limits)
         self.device = settings.device or _device(policy)
-        self.plans: Plans | None = plans_of(policy, settings.chunking, settings.chunking_options)
+        self.plans: Plans | None = planner_of(policy, settings.chunking, settings.chunking_options)
         self.sessions = Sessions(policy.spec, self.limits, settings.rename, settings.session_expiry)
         self.queue = InferenceQueue(
             policy,
@@ -246,7 +246,7 @@ class PolicyServer:
         self.metrics.connections += 1
         self.log("connected", connection=number, address=address)
         try:
-            await connection.send(sealed(self.metadata()))
+            await connection.send(pack_with_checksum(self.metadata()))
             await conversation.hold()
         except ConnectionClosed as closed:  # the client went away; its sessions go with this call
             if closed.sent is not None and closed.sent.code == CloseCode.MESSAGE_TOO_BIG:
@@ -376,7 +376,7 @@ class _Conversation:
                 session.reset()
                 if not request:
                     return _settled(_packed({RESET: True}, request_id))
-            remaining = session.take_left(request, self.server.plans is not None)
+            remaining = session.pop_remaining(request, self.server.plans is not None)
             observation = await asyncio.to_thread(session.observe, request) if large else session.observe(request)
         except RobopolicyError as error:  # its trace and its cause hold the message until the collector comes by
             error.__cause__ = error.__context__ = None
@@ -391,13 +391,13 @@ class _Conversation:
             raise SpecError(f"An observation must be a mapping from names to arrays, not {type(request).__name__}.")
         request = {key.decode("utf-8", "replace") if isinstance(key, bytes) else key: request[key] for key in request}
         if REQUEST in request:
-            request[REQUEST] = fingerprint(message)
+            request[REQUEST] = checksum(message)
         return request
 
     async def _answer(
         self,
         observation: Observation,
-        left: Left | None,
+        left: RemainingActions | None,
         generator: torch.Generator | None,
         arrived: float,
         request: int | None,
@@ -426,7 +426,7 @@ def _said(value: Any) -> bool:
 
 def _packed(answer: dict[str, Any], request: int | None) -> bytes:
     """Encode an answer; if the client asked for it, with the fingerprint of its request and a checksum."""
-    return pack(answer) if request is None else sealed({**answer, REQUEST: request})
+    return pack(answer) if request is None else pack_with_checksum({**answer, REQUEST: request})
 
 
 def _settled(outcome: bytes | Exception) -> asyncio.Future[bytes]:
@@ -492,7 +492,7 @@ async def _decide(queue: InferenceQueue, log: Log) -> None:
     if queue.plans is not None:  # guided plans load code that nothing else does, for ten seconds on a busy machine
         spec = policy.spec
         for steps in (0, spec.prediction - spec.chunk):
-            await queue.first(observation, 1, Left(np.zeros((steps, *spec.action.shape), np.float32), 0, 1))
+            await queue.first(observation, 1, RemainingActions(np.zeros((steps, *spec.action.shape), np.float32), 0, 1))
     await queue.infer(observation)
 
 

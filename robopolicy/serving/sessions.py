@@ -13,14 +13,15 @@ import numpy as np
 import torch
 
 from robopolicy.core.errors import NonFiniteError, SpecError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import PolicySpec
-from robopolicy.inference.chunking import Underway
+from robopolicy.inference.chunking import RunningPlan
 from robopolicy.serving.inputs import Session
 from robopolicy.serving.protocol import DELAY, PLAN, SEED, SESSION, Limits
 
 
 @dataclass(frozen=True, eq=False)
-class Left:
+class RemainingActions:
     """Remaining actions of a robot.
 
     actions: [n, A] in the world's units, the first for the accompanying observation; delay: number of them that will
@@ -37,7 +38,9 @@ class Left:
         return len(self.actions), self.delay
 
 
-def taken(request: MutableMapping[Any, Any], spec: PolicySpec, decisions: int) -> Left | None:
+def pop_remaining_actions(
+    request: MutableMapping[Any, Any], spec: PolicySpec, decisions: int
+) -> RemainingActions | None:
     """Remove the remaining actions from a request and return them, None if there are none.
 
     Raises SpecError on other than [n <= P, A] numbers and an integer from 0 to n, NonFiniteError on NaN or infinity.
@@ -60,15 +63,15 @@ def taken(request: MutableMapping[Any, Any], spec: PolicySpec, decisions: int) -
         raise SpecError(
             f"'{DELAY}' must be an integer from 0 to {len(actions)}, the number of remaining actions, not {delay!r}."
         )
-    return Left(actions.astype(np.float32), delay, decisions if len(actions) else 0)
+    return RemainingActions(actions.astype(np.float32), delay, decisions if len(actions) else 0)
 
 
-def underway(parts: Sequence[Left], chunk: int, device: torch.device) -> Underway:
+def batch_remaining_actions(parts: Sequence[RemainingActions], chunk: int, device: torch.device) -> RunningPlan:
     """Return the batched remaining actions of B robots with one `shape`, for `robopolicy.inference.chunking.Plans`."""
     remaining_actions = torch.from_numpy(np.stack([part.actions for part in parts])).to(device)
     # A robot may know a plan of which this server has not heard: it has had one then.
     decisions = torch.tensor([max(part.decisions, int(len(part.actions) > 0)) for part in parts], device=device)
-    return Underway(remaining_actions, decisions, parts[0].delay, chunk)
+    return RunningPlan(remaining_actions, decisions, parts[0].delay, chunk)
 
 
 class RobotSession(Session):
@@ -86,12 +89,13 @@ class RobotSession(Session):
         super().reset()
         self.plans = 0
 
-    def take_left(self, request: dict[Any, Any], offered: bool) -> Left | None:
+    def pop_remaining(self, request: dict[Any, Any], offered: bool) -> RemainingActions | None:
         """Remove the robot's remaining actions from a request and return them, None if there are none.
 
-        offered: whether this server continues remaining actions. Raises SpecError if it does not, and as `taken`.
+        offered: whether this server continues remaining actions. Raises SpecError if it does not, and as
+        `pop_remaining_actions`.
         """
-        remaining = taken(request, self.spec, self.plans)
+        remaining = pop_remaining_actions(request, self.spec, self.plans)
         if remaining is None:
             return None
         if not offered:
@@ -165,3 +169,8 @@ class Sessions:
 
     def _forget_idle(self, now: float) -> None:
         self._known = {key: value for key, value in self._known.items() if now - value.used <= self.expiry}
+
+
+keep_former_names(
+    __name__, {"Left": "RemainingActions", "taken": "pop_remaining_actions", "underway": "batch_remaining_actions"}
+)

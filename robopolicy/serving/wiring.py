@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_you_mean, in_one_line
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.holding import POSITIONS, HoldBehaviour, hold_behaviour, kind_of, unit_of
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.holding import unsaid
+from robopolicy.serving.holding import unspecified_hold_message
 
 STANDARD = RobotSettings()
 
 
 @dataclass(frozen=True)
-class Wiring:
+class ElementMapping:
     """A robot's names in the order of a policy's elements.
 
     vectors: field -> names of its elements; cameras: field -> name; action: names of its elements; factors: name ->
@@ -63,7 +64,7 @@ class Wiring:
         neutral = {back.get(name, name): value for name, value in settings.hold_values.items()}
         standing = hold_behaviour(kinds, self.action, hold=settings.hold, positions=positions, neutral=neutral)
         if settings.hold == "auto" and standing.unknown:
-            raise ConfigError(unsaid(standing.unknown))
+            raise ConfigError(unspecified_hold_message(standing.unknown))
         return standing
 
     def _own(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -143,18 +144,18 @@ class Wiring:
         return values
 
 
-def wired(
+def map_elements(
     metadata: Mapping[str, Any],
     shows: Mapping[str, Any],
     takes: Mapping[str, Any],
     rename: Mapping[str, str],
     scale: Mapping[str, float],
-) -> Wiring:
+) -> ElementMapping:
     """Return the wiring between a served policy and a robot.
 
     metadata: the server's policy metadata; shows, takes: the robot's observation_features and action_features, name ->
-    float, or the shape of an image; rename: the robot's names -> the policy's; scale: see `Wiring.factors`. Raises
-    SpecError when one side lacks an element of the other, or the policy does not name its elements.
+    float, or the shape of an image; rename: the robot's names -> the policy's; scale: see `ElementMapping.factors`.
+    Raises SpecError when one side lacks an element of the other, or the policy does not name its elements.
     """
     for name in (*rename, *scale):
         if name not in shows and name not in takes:
@@ -181,7 +182,7 @@ def wired(
             f"The robot needs {', '.join(missing_motors)}, which the policy does not output: it outputs "
             f"{', '.join(action)}."
         )
-    return Wiring(vectors, cameras, action, dict(scale), units, frozenset(motors), dict(rename))
+    return ElementMapping(vectors, cameras, action, dict(scale), units, frozenset(motors), dict(rename))
 
 
 def _number(value: Any) -> float:
@@ -226,3 +227,6 @@ def _elements(
     if len(set(elements)) != len(elements):
         raise SpecError(f"Two elements that the policy {what} have the same name on the robot: {', '.join(elements)}.")
     return elements
+
+
+keep_former_names(__name__, {"Wiring": "ElementMapping", "wired": "map_elements"})

@@ -23,7 +23,7 @@ from robopolicy.core.structured import narrowed
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import compared
-from robopolicy.inference.comparison import timed
+from robopolicy.inference.comparison import time_decisions
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.decisions import observations_at
 from robopolicy.runs import default_path, output
@@ -31,8 +31,8 @@ from robopolicy.training.configuration import DistillConfig
 from robopolicy.training.distill import Distillation, distill, distillable
 from robopolicy.verbs.job import Job, evaluate_in_own_world, print_model
 from robopolicy.verbs.verb import Verb
-from worldmodels.encoding import encoded
-from worldmodels.protocol import BehindEncoder
+from worldmodels.encoding import encode_episodes
+from worldmodels.protocol import EncodesForPolicy
 
 VERB = Verb(
     summary="Distil a denoising policy into one with few denoising steps",
@@ -57,7 +57,7 @@ def run(config: Config) -> int:
     path = default_path(config, "finetune", "checkpoint", section.policy, "distill.policy")
     teacher = load_policy(path, device)
     settings = narrowed(DistillConfig, section)
-    if isinstance(teacher, BehindEncoder):
+    if isinstance(teacher, EncodesForPolicy):
         distillable(teacher.inner, section.steps)
     else:  # before it plays a single episode
         teacher = distillable(teacher, section.steps)
@@ -65,8 +65,10 @@ def run(config: Config) -> int:
     episodes = distillation_observations(config, teacher, device)
     seed = derive_seed(config.run.seed, "distill")
     clock = folder.clock()
-    if isinstance(teacher, BehindEncoder):  # the encoder stays as it is
-        few, fit_result = distill(teacher.inner, encoded(teacher.encoder, episodes), settings, folder, seed=seed)
+    if isinstance(teacher, EncodesForPolicy):  # the encoder stays as it is
+        few, fit_result = distill(
+            teacher.inner, encode_episodes(teacher.encoder, episodes), settings, folder, seed=seed
+        )
         student = teacher.around(few)
     else:
         student, fit_result = distill(teacher, episodes, settings, folder, seed=seed)
@@ -129,4 +131,4 @@ def seconds_of(policies: dict[str, Policy], episodes: Episodes, device: torch.de
     observation = observations_at(
         episodes.to(device), torch.zeros(1, dtype=torch.int64), first.history, list(first.observation)
     )
-    return {name: each.median for name, each in timed(policies, observation, TIMED).items()}
+    return {name: each.median for name, each in time_decisions(policies, observation, TIMED).items()}

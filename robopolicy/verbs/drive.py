@@ -32,10 +32,10 @@ from robopolicy.serving.configuration import AttachedRobot, RobotSettings
 from robopolicy.serving.described import DescribedPolicy
 from robopolicy.serving.drive import drive
 from robopolicy.serving.driver import described_policy
-from robopolicy.serving.holding import as_served
+from robopolicy.serving.holding import with_served_hold
 from robopolicy.serving.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, drive_robot, make_lerobot_robot
 from robopolicy.serving.notices import Notices
-from robopolicy.serving.wiring import Wiring, wired
+from robopolicy.serving.wiring import ElementMapping, map_elements
 from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 
@@ -76,8 +76,8 @@ def _run_robot(config: Config) -> int:
     with connected(section, section.server_timeout) as client:
         lerobot_robot = make_lerobot_robot(section.robot, section.robot_options)
 
-        def wire(shows: Mapping[str, Any], takes: Mapping[str, Any]) -> Wiring:
-            return wired(client.metadata, shows, takes, section.rename, section.scale)
+        def wire(shows: Mapping[str, Any], takes: Mapping[str, Any]) -> ElementMapping:
+            return map_elements(client.metadata, shows, takes, section.rename, section.scale)
 
         settings = _settings(config, client)
         robot = AttachedLeRobot(
@@ -112,7 +112,7 @@ def _as_seen(section: WorldSection, client: PolicyClient) -> WorldSection:
 
 def _settings(config: Config, client: PolicyClient) -> RobotSettings:
     """Return the robot settings; warns when prefetch has no effect because the server's policy determines it."""
-    settings = as_served(narrowed(RobotSettings, config.drive), client.metadata)
+    settings = with_served_hold(narrowed(RobotSettings, config.drive), client.metadata)
     policy = described_policy(client.metadata)
     for message in _without_effect(config, policy):
         warnings.warn(message, RobopolicyWarning, stacklevel=2)

@@ -45,7 +45,7 @@ from robopolicy.training.update import by_episode, minibatch_rows
 from robopolicy.verbs.advice import Evidence, print_advice
 from robopolicy.verbs.job import Job, confirming_seeds, print_evaluations, require_target, starting_checkpoint
 from robopolicy.verbs.verb import Verb
-from worldmodels.protocol import BehindEncoder
+from worldmodels.protocol import EncodesForPolicy
 
 VERB = Verb(
     summary="Fine-tune a policy with RL in its denoising chain or on its tokens",
@@ -76,7 +76,7 @@ def tune(config: Config, workers: Workers) -> int:
     if foreign is not None:
         foreign.require_memory(checkpoint_in(path), device, copies=2)
     base = load_policy(path, device)
-    if isinstance(base, BehindEncoder):
+    if isinstance(base, EncodesForPolicy):
         raise ConfigError(
             f"{path} reads a world model's latent. Fine-tune it in that model: robopolicy imagine {path}."
         )

@@ -34,7 +34,7 @@ from robopolicy.evaluation.success import compare
 from robopolicy.evaluation.tables import way_rows, ways_header
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.calibration import Calibration, calibrate
-from robopolicy.inference.comparison import EXACT, Timing, action_error, decided, timed
+from robopolicy.inference.comparison import EXACT, Timing, action_error, noise_free_actions, time_decisions
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import ENGINES, with_engine
 from robopolicy.inference.plan import InferencePlan, device_name, save_plan, weights_hash
@@ -92,7 +92,7 @@ def run(config: Config) -> int:
         if ways[name].exact and error > EXACT:
             refusals[name] = f"its action error is {error:.2g} standard deviations, but this engine should be exact"
             del policies[name], errors[name]
-    times = timed(policies, first_rows(observation, section.batch_size), section.rounds)
+    times = time_decisions(policies, first_rows(observation, section.batch_size), section.rounds)
     candidates = [name for name in policies if errors[name] <= max(section.max_action_error, EXACT)]
     fastest = min(candidates, key=lambda name: times[name].least)
     rows = {name: row(ways[name], errors[name], times[name], times[REFERENCE]) for name in policies}
@@ -233,7 +233,7 @@ def errors_of(policies: Mapping[str, Policy], seen: TensorObservation) -> dict[s
     actions: dict[str, Tensor] = {}
     with progress("Comparing", len(policies)) as advance:
         for name, policy in policies.items():
-            actions[name] = decided(policy, seen)
+            actions[name] = noise_free_actions(policy, seen)
             advance()
     return {name: action_error(each, actions[REFERENCE]) for name, each in actions.items()}
 

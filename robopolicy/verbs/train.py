@@ -49,8 +49,8 @@ from robopolicy.training.pretrain import pretrain
 from robopolicy.training.reading import DataRead, describe_reading, require_fit_of
 from robopolicy.verbs.job import Job, print_evaluations, print_model, starting_checkpoint
 from robopolicy.verbs.verb import Verb
-from worldmodels.encoding import encoded, save_encoder
-from worldmodels.protocol import BehindEncoder
+from worldmodels.encoding import encode_episodes, save_encoder
+from worldmodels.protocol import EncodesForPolicy
 
 VERB = Verb(
     summary="Pre-train a diffusion, flow or token policy on a dataset",
@@ -76,7 +76,7 @@ def run(config: Config) -> int:
     if config.train.encoder is not None:
         place = default_path(config, "worldmodel", "checkpoint", config.train.encoder, "train.encoder")
         encoder = load_encoder(place, device)
-        episodes = encoded(encoder, episodes)
+        episodes = encode_episodes(encoder, episodes)
     policy = new_policy(config, episodes, device) if base is None else base
     remember_renaming(policy, renaming)
     if base is not None:
@@ -177,7 +177,7 @@ def continued(config: Config, path: Path, device: torch.device | str = "cpu") ->
     if foreign is not None:
         raise ConfigError(f"{path} is {foreign.library}'s: {foreign.how_to_train(path)}")
     policy = load_policy(path, device)
-    if isinstance(policy, BehindEncoder):
+    if isinstance(policy, EncodesForPolicy):
         raise ConfigError(
             f"{path} reads a world model's latent. Fine-tune it in that model: robopolicy imagine {path}."
         )

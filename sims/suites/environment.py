@@ -19,6 +19,7 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, extra_conflict
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.registry import import_named
 from robopolicy.core.spec import Field
 from sims.suites.families import FamilyMember, family_of
@@ -35,7 +36,7 @@ from sims.suites.layout import (
     resized,
 )
 from sims.suites.mujoco_state import MujocoCamera, MujocoState, has_mujoco_state
-from sims.suites.success import SUCCESS_KEYS, SuccessRule, numbers, truth
+from sims.suites.success import SUCCESS_KEYS, SuccessRule, to_array, to_bool
 
 MakeEnvironment = Callable[[], gymnasium.Env]
 OLD = (
@@ -168,7 +169,7 @@ class RowEnvironment:
         rate = control_rate((environment.metadata or {}).get("render_fps"))
         step_time = getattr(inner, "dt", None) if self.state else _dm_control_step(inner)
         space = self._action_space
-        low, high = (tuple(map(boundless, np.ravel(bound).tolist())) for bound in (space.low, space.high))
+        low, high = (tuple(map(unbounded_box, np.ravel(bound).tolist())) for bound in (space.low, space.high))
         names = distinct_names(_attribute(environment, "action_names"), "action_names")
         own_cameras = self._camera.names if self._camera else ((OWN_VIEW,) if environment.render_mode else ())
         picture_cameras = {
@@ -301,7 +302,7 @@ class RowEnvironment:
             raise SpecError(f"step returned {_described(done)}: {OLD}.")
         observation, reward, terminated, truncated, info = done
         ends = [
-            each if isinstance(each, bool) else truth(each, f"'{name}' of step", "step must return True or False")
+            each if isinstance(each, bool) else to_bool(each, f"'{name}' of step", "step must return True or False")
             for name, each in (("terminated", terminated), ("truncated", truncated))
         ]
         return observation, _one_number(reward), ends[0], ends[1], info if isinstance(info, Mapping) else {}
@@ -367,7 +368,7 @@ def continuous(space: spaces.Space | None) -> spaces.Box:
     )
 
 
-def boundless(bound: float) -> float:
+def unbounded_box(bound: float) -> float:
     """Return an action bound, replaced by infinity when its size means none, such as the largest float32."""
     return float(bound) if abs(bound) < NO_BOUND else float(np.copysign(np.inf, bound))
 
@@ -384,7 +385,7 @@ def control_rate(value: Any) -> float | None:
 def _one_number(reward: Any) -> float:
     """Return a reward, or NaN when it is not one number; the error is raised only where the reward is used."""
     try:
-        value = numbers(reward)
+        value = to_array(reward)
     except (TypeError, ValueError):
         return np.nan
     return float(value.item()) if value.size == 1 and value.dtype.kind in "biuf" else np.nan
@@ -403,3 +404,6 @@ def _dm_control_step(environment: Any) -> float | None:
 def _attribute(environment: gymnasium.Env, name: str) -> Any:
     """Return the attribute `name` of an environment or of one of its wrappers, None when there is none."""
     return environment.get_wrapper_attr(name) if environment.has_wrapper_attr(name) else None
+
+
+keep_former_names(__name__, {"boundless": "unbounded_box"})

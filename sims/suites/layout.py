@@ -13,8 +13,9 @@ import numpy as np
 from gymnasium import spaces
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Size
-from sims.suites.success import numbers
+from sims.suites.success import to_array
 
 ROBOT_KEYS = ("observation", "agent_pos", "state", "robot_state", "proprio")
 """Entries of a dictionary observation that are the robot's own: they become `observation.state`."""
@@ -35,7 +36,7 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class VectorEntry:
     """An entry that becomes numbers [n] at `place`; choices: its space if gymnasium flattens its values."""
 
     path: Path
@@ -45,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Picture:
+class ImageEntry:
     """An image entry of this shape, [h, w], [h, w, C] or [C, h, w]; axis: of the channels, None without; scale: factor
     that maps its values to 0 to 255.
     """
@@ -97,10 +98,10 @@ class Layout:
     """
 
     size: int
-    parts: tuple[Part, ...]
+    parts: tuple[VectorEntry, ...]
     fields: dict[str, slice]
     names: dict[str, tuple[str, ...]]
-    pictures: dict[str, Picture] = field(default_factory=dict[str, Picture])
+    pictures: dict[str, ImageEntry] = field(default_factory=dict[str, ImageEntry])
     notes: tuple[str, ...] = ()
     texts: tuple[Path, ...] = ()
 
@@ -112,7 +113,7 @@ class Layout:
         for part in self.parts:
             value = entry_at(observation, part.path)
             try:
-                values = numbers(value if part.choices is None else spaces.flatten(part.choices, value))
+                values = to_array(value if part.choices is None else spaces.flatten(part.choices, value))
                 if values.dtype.kind not in "biufO" or values.size != part.place.stop - part.place.start:
                     raise ValueError
                 out[part.place] = values if values.ndim == 1 else values.ravel()
@@ -133,7 +134,7 @@ class Layout:
         """
         picture = self.pictures[camera]
         value = entry_at(observation, picture.path)
-        image = np.array(numbers(value))
+        image = np.array(to_array(value))
         while image.ndim > len(picture.shape) and len(image) == 1:
             image = image[0]
         if image.shape != picture.shape or image.dtype.kind not in "uifb":
@@ -193,7 +194,7 @@ def observation_layout(
 
     A Box -> observation.state. Of a Dict or Tuple: the robot's entries -> observation.state; every other one with
     numbers (goals, objects, one-hot choices) -> observation.environment_state in the space's order; images -> cameras
-    named after their key, or after as much of their path as makes it unique. See `reading` for the rules. Raises
+    named after their key, or after as much of their path as makes it unique. See `read_box` for the rules. Raises
     ConfigError when nothing readable remains, two entries have one name, or state_keys contains a name that the space
     lacks.
     """
@@ -201,7 +202,7 @@ def observation_layout(
         raise ConfigError("The environment declares no observation_space: set it, for example to a Box of numbers.")
     as_vector = [bool(path) and str(path[0]) in (state_keys or ()) for path, _ in leaves(space, ())]
     readings = {
-        path: reading(leaf, is_whole) for (path, leaf), is_whole in zip(leaves(space, ()), as_vector, strict=True)
+        path: read_box(leaf, is_whole) for (path, leaf), is_whole in zip(leaves(space, ()), as_vector, strict=True)
     }
     entry_names = [dotted(path) for path in readings]
     if len(set(entry_names)) < len(entry_names):
@@ -209,9 +210,7 @@ def observation_layout(
         raise ConfigError(f"Two entries of the observation have the name '{duplicate}': rename one of them.")
     notes = [_noted(path, entry) for path, entry in readings.items() if entry.note]
     vectors = {path: entry for path, entry in readings.items() if entry.kind == "numbers"}
-    pictures, rename_notes = named_pictures(
-        {path: entry for path, entry in readings.items() if entry.kind == "picture"}
-    )
+    pictures, rename_notes = named_images({path: entry for path, entry in readings.items() if entry.kind == "picture"})
     if not vectors and not pictures:
         raise ConfigError(
             f"The observation has no usable entry. {'; '.join(notes) or f'It is {space}'}. A world needs a Box of "
@@ -239,7 +238,9 @@ def observation_layout(
         begin, elements = start, []
         for path in paths:
             part_reading = vectors[path]
-            parts.append(Part(path, slice(start, start + part_reading.size), part_reading.shape, part_reading.choices))
+            parts.append(
+                VectorEntry(path, slice(start, start + part_reading.size), part_reading.shape, part_reading.choices)
+            )
             numbered = [f"{dotted(path)}[{index}]" for index in range(part_reading.size)]
             use = not path and len(element_names) == part_reading.size
             names_used, elements = names_used or use, [*elements, *(element_names if use else numbered)]
@@ -296,12 +297,12 @@ def leaves(space: spaces.Space, path: Path) -> list[tuple[Path, spaces.Space]]:
     return [(path, space)]
 
 
-def named_pictures(found: Mapping[Path, "Reading"]) -> tuple[dict[str, Picture], list[str]]:
+def named_images(found: Mapping[Path, "Reading"]) -> tuple[dict[str, ImageEntry], list[str]]:
     """Return the images under unique names, and notes on those that differ from the entry's key.
 
     Raises ConfigError when no part of the path makes one unique.
     """
-    pictures, notes = dict[str, Picture](), list[str]()
+    pictures, notes = dict[str, ImageEntry](), list[str]()
     for path, entry in found.items():
         length = next(
             (n for n in range(1, len(path)) if sum(other[-n:] == path[-n:] for other in found) == 1), len(path)
@@ -313,14 +314,14 @@ def named_pictures(found: Mapping[Path, "Reading"]) -> tuple[dict[str, Picture],
         camera = f"observation.{camera}" if camera == OWN_VIEW else camera
         if camera in pictures:
             raise ConfigError(f"Two images of the observation have the name '{camera}': rename one of them.")
-        pictures[camera] = Picture(path, entry.shape, entry.axis, entry.scale)
+        pictures[camera] = ImageEntry(path, entry.shape, entry.axis, entry.scale)
         if path and camera != str(path[-1]):
             notes.append(f"'{dotted(path)}' {list(entry.shape)} is used as the camera '{camera}'")
     return pictures, notes
 
 
 @dataclass(frozen=True)
-class Reading:
+class BoxReading:
     """Type of an entry: "numbers" (size of them), "picture", "text", or "out" (omitted); note: message for the user."""
 
     kind: str
@@ -332,7 +333,7 @@ class Reading:
     note: str = ""
 
 
-def reading(space: spaces.Space, as_numbers: bool = False) -> Reading:
+def read_box(space: spaces.Space, as_numbers: bool = False) -> BoxReading:
     """Return the type of an entry of a leaf space.
 
     An image is a uint8 Box [h, w, C], [C, h, w] or [h, w], or one of another dtype with bounds 0 to 1 or 0 to 255 that
@@ -342,41 +343,43 @@ def reading(space: spaces.Space, as_numbers: bool = False) -> Reading:
     if isinstance(space, spaces.Box):
         return box_reading(space, as_numbers)
     if isinstance(space, spaces.Text):
-        return Reading("text")
+        return BoxReading("text")
     if isinstance(space, CHOICES):
         size = int(spaces.flatdim(space))
         if size <= MOST or as_numbers:
             one_hot = "" if isinstance(space, spaces.MultiBinary) else ", one-hot"
-            return Reading("numbers", (size,), size, space, note=f"{space} is read as {size} numbers{one_hot}")
-        return Reading("out", note=f"{space} is ignored: {size} choices cannot be read as numbers")
+            return BoxReading("numbers", (size,), size, space, note=f"{space} is read as {size} numbers{one_hot}")
+        return BoxReading("out", note=f"{space} is ignored: {size} choices cannot be read as numbers")
     kind = type(space).__name__
-    return Reading("out", note=f"is ignored: a {kind} has no fixed size (a Box, Discrete or Dict has)")
+    return BoxReading("out", note=f"is ignored: a {kind} has no fixed size (a Box, Discrete or Dict has)")
 
 
-def box_reading(box: spaces.Box, as_numbers: bool) -> Reading:
-    """Return the type of a Box, see `reading`."""
+def box_reading(box: spaces.Box, as_numbers: bool) -> BoxReading:
+    """Return the type of a Box, see `read_box`."""
     shape = tuple(box.shape)
     while len(shape) > 3 and shape[0] == 1:
         shape = shape[1:]
     size, described = int(np.prod(shape)), f"{list(box.shape)} {box.dtype}"
     if not size:
-        return Reading("out", note=f"{described} is ignored: it is empty")
+        return BoxReading("out", note=f"{described} is ignored: it is empty")
     lowest, highest = float(box.low.min()), float(box.high.max())
     scale = {1.0: 255}.get(highest, 1 if 128 <= highest <= 255 else 0) if lowest == 0 else 0
     axis, byte = channel_axis(shape), box.dtype == np.uint8
     pixels = {0: shape[1:], -1: shape[:2]}.get(axis, shape[-2:]) if axis is not None else shape[-2:]
     large = len(shape) > 1 and min(pixels) >= SMALLEST
     if scale and ((axis is not None and (byte or large)) or (len(shape) == 2 and large and (byte or size > MOST))):
-        return Reading("picture", shape, axis=axis, scale=scale, note=_converted(described, shape, axis, byte, scale))
-    flat = Reading("numbers", tuple(box.shape), size)
+        return BoxReading(
+            "picture", shape, axis=axis, scale=scale, note=_converted(described, shape, axis, byte, scale)
+        )
+    flat = BoxReading("numbers", tuple(box.shape), size)
     if len(shape) < 2:
         long = f"{described} is read as {size} numbers: is it a flattened image?" if size > 2 * MOST else ""
-        return flat if not long else Reading("numbers", tuple(box.shape), size, note=long)
+        return flat if not long else BoxReading("numbers", tuple(box.shape), size, note=long)
     shaped = (len(shape) > 2 and (large or byte)) or (axis is not None and large)
     if as_numbers or (size <= MOST and not shaped):
-        return Reading("numbers", tuple(box.shape), size, note=f"{described} is read as {size} numbers, row by row")
+        return BoxReading("numbers", tuple(box.shape), size, note=f"{described} is read as {size} numbers, row by row")
     reason = _no_picture(shape, axis, (lowest, highest))
-    return Reading("out", size=size, note=f"{described} is ignored: {reason}")
+    return BoxReading("out", size=size, note=f"{described} is ignored: {reason}")
 
 
 def _converted(described: str, shape: Sequence[int], axis: int | None, byte: bool, scale: int) -> str:
@@ -445,3 +448,15 @@ def instruction_of(info: Mapping[str, Any], observation: Any, texts: Sequence[Pa
 
 TASK_KEYS = ("task", "task_description", "language_instruction", "instruction")
 """Entries of `info`, or texts of the observation, that contain the task."""
+
+
+keep_former_names(
+    __name__,
+    {
+        "Picture": "ImageEntry",
+        "named_pictures": "named_images",
+        "Part": "VectorEntry",
+        "reading": "read_box",
+        "Reading": "BoxReading",
+    },
+)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_you_mean
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.registry import load_dotted
 from robopolicy.core.spec import NUMBER, least_return
 
@@ -24,7 +25,7 @@ UNEXPECTED = "info contains success after all, as"
 """Prefix of notes that matter when a world reports no success."""
 WAYS = "package.module:function, 'return >= NUMBER', 'return so far >= NUMBER' or terminated"
 
-Judge = Callable[[Mapping[str, np.ndarray]], Any]
+SuccessFunction = Callable[[Mapping[str, np.ndarray]], Any]
 """Observation arrays [n] by key -> whether the task is done."""
 
 
@@ -45,9 +46,9 @@ class SuccessRule:
         self._whole = None if success is None else least_return(success)
         so_far = None if success is None else SO_FAR.fullmatch(success.strip())
         self._so_far = None if so_far is None else float(so_far[1])
-        self._judge: Judge | None = None
+        self._judge: SuccessFunction | None = None
         if success is not None and self._whole is None and self._so_far is None and not self._terminated:
-            self._judge = load_judge(success)
+            self._judge = load_success_function(success)
         self.known = success is not None or key is not None  # whether somebody says it, whatever `info` has
 
     def __call__(
@@ -73,7 +74,7 @@ class SuccessRule:
                 raise NonFiniteError("A reward of this episode is NaN or missing, so its return is unknown.")
             return total >= threshold and (over or self._whole is None)
         if self._judge is not None:
-            return judged(self._judge, observation())
+            return rule_success(self._judge, observation())
         return self._said(info, over)
 
     def _said(self, info: Mapping[str, Any], over: bool) -> bool:
@@ -83,17 +84,17 @@ class SuccessRule:
                 return False
             other = SUCCESS_KEYS[1]
             if key != other and info.get(other) is not None:
-                first, second = truth(info[key], f"info['{key}']"), truth(info[other], f"info['{other}']")
+                first, second = to_bool(info[key], f"info['{key}']"), to_bool(info[other], f"info['{other}']")
                 if first != second:
                     self._note(
                         f"In one step info has {key} {first} but {other} {second}: {key} is used; to use the other, "
                         f"set world.options.success_key={other}."
                     )
             self._note(f"{UNEXPECTED} '{key}': to use it, set world.options.success_key={key}.")
-            return truth(info[key], f"info['{key}']")
+            return to_bool(info[key], f"info['{key}']")
         value = entry(info, self._key)
         if value is not None:
-            return truth(value, f"info['{self._key}']")
+            return to_bool(value, f"info['{self._key}']")
         if over:
             has = f"info has: {', '.join(map(str, info))}" if info else "info is empty"
             self._note(
@@ -104,7 +105,7 @@ class SuccessRule:
         return False
 
 
-def load_judge(success: str) -> Judge:
+def load_success_function(success: str) -> SuccessFunction:
     """Load the function that `success` names; raises ConfigError when there is none, listing the valid values."""
     try:
         judge = load_dotted(success, "Success")
@@ -129,12 +130,12 @@ SAY = (
 )
 
 
-def truth(value: Any, what: str, remedy: str = SAY) -> bool:
+def to_bool(value: Any, what: str, remedy: str = SAY) -> bool:
     """Convert an environment's flag to bool: a bool, 0 or 1, an array or tensor of one element. Raises SpecError
     otherwise.
     """
     try:
-        flag = numbers(value)
+        flag = to_array(value)
     except (TypeError, ValueError):
         flag = np.empty(0)
     if flag.size != 1 or flag.dtype.kind not in "biuf" or flag.item() not in (0, 1):
@@ -143,12 +144,12 @@ def truth(value: Any, what: str, remedy: str = SAY) -> bool:
     return bool(flag.item())
 
 
-def numbers(value: Any) -> np.ndarray:
+def to_array(value: Any) -> np.ndarray:
     """Convert an environment's array, tensor or number of any shape [...] to an array [...]."""
     return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
 
 
-def judged(success: Judge, observation: Mapping[str, np.ndarray]) -> bool:
+def rule_success(success: SuccessFunction, observation: Mapping[str, np.ndarray]) -> bool:
     """Return the result of a user's success function for one observation (arrays [n] by key); raises SpecError when it
     fails.
     """
@@ -170,3 +171,15 @@ def place_of(error: Exception) -> str:
     """Return "file:line" of the line that raised `error`."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}"
+
+
+keep_former_names(
+    __name__,
+    {
+        "truth": "to_bool",
+        "numbers": "to_array",
+        "judged": "rule_success",
+        "Judge": "SuccessFunction",
+        "load_judge": "load_success_function",
+    },
+)

@@ -19,7 +19,7 @@ from robopolicy.training.offline.configuration import GuidedConfig
 from robopolicy.training.offline.guided import guided_episodes
 from worldmodels.checkpoint import load_world_model, save_world_model
 from worldmodels.configuration import PlanConfig, ReadoutConfig, TrajectoryConfig
-from worldmodels.encoding import EncodedPolicy, encoded
+from worldmodels.encoding import EncodedPolicy, encode_episodes
 from worldmodels.env import ImaginedWorld
 from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import DecoderFree
@@ -94,7 +94,7 @@ def at_work(kind: str, device: str, changes: dict[str, Any], spec: WorldSpec) ->
 
 
 def _behind(model: Any, device: str, spec: WorldSpec) -> dict[str, Any]:
-    episodes = encoded(model, recorded(spec))
+    episodes = encode_episodes(model, recorded(spec))
     shown = replace(spec, observation=model.spec.observation)
     policy = made("flow", device, {}, shown)
     return {"encoded": episodes.observation, **played(EncodedPolicy(policy, model), device, spec)}

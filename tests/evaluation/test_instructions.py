@@ -18,7 +18,7 @@ from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
 from sims.engine import MujocoWorld
 from sims.registry import load_task, make_world
 from sims.tasks.push_choice import INSTRUCTIONS, PushChoiceExpert
-from sims.wording import InPlainWords
+from sims.wording import WithPlainInstructions
 
 OTHERS = {text: (text.replace("push", "shove"), text.replace("push", "bring")) for text in INSTRUCTIONS}
 EPISODES = 60
@@ -31,7 +31,7 @@ class Told:
         spec = world.spec
         self.spec = PolicySpec(spec.observation, spec.action, 1, 1, 1, 0, spec.fps, spec.instructions)
         self.understands, self.deaf, self.heard = understands, deaf, set()
-        self.expert = InPlainWords(PushChoiceExpert(), OTHERS)
+        self.expert = WithPlainInstructions(PushChoiceExpert(), OTHERS)
 
     def reset(self, rows=None):
         self.expert.reset(rows)

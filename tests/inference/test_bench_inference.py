@@ -13,7 +13,7 @@ from robopolicy.configuration import compose
 from robopolicy.core.spec import Field
 from robopolicy.inference.caching import CachePlan, FirstBlockCaching
 from robopolicy.inference.calibration import Calibration, calibrate
-from robopolicy.inference.comparison import EXACT, Timing, action_error, decided
+from robopolicy.inference.comparison import EXACT, Timing, action_error, noise_free_actions
 from robopolicy.inference.engine import with_engine
 from robopolicy.nn.configuration import DenoiserKind, Prediction
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
@@ -66,9 +66,9 @@ def test_first_block_caching_computes_less_the_more_it_lets_pass():
     """Where nothing may change all is computed, so it decides as the reference does."""
     policy = _policy(denoiser=DenoiserKind.TRANSFORMER, sampling_steps=40)
     observation: Any = {"observation.state": torch.randn(1, 1, 3)}
-    own = decided(policy, observation)
+    own = noise_free_actions(policy, observation)
     ways = [with_engine(policy, LEAN, FirstBlockCaching(each)) for each in (0.0, *CHANGES)]
-    errors = [action_error(decided(way, observation), own) for way in ways]
+    errors = [action_error(noise_free_actions(way, observation), own) for way in ways]
     assert errors[0] < EXACT < errors[1] < errors[2]
 
 

@@ -14,7 +14,7 @@ from robopolicy.core.spec import Field
 from robopolicy.inference.caching import CachedSteps, CachePlan
 from robopolicy.inference.calibration import Calibration, calibrate
 from robopolicy.inference.samplers import own_sampler, sample
-from robopolicy.inference.schedules import CacheConfig, anchors, bubbling_union, make_plan, spreading
+from robopolicy.inference.schedules import CacheConfig, anchors, bubbling_union, feed_forward_like, make_plan
 from robopolicy.nn.configuration import DenoiserKind, FlowNoise
 from robopolicy.nn.denoisers import Denoiser
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
@@ -78,12 +78,12 @@ def test_the_bubbling_union_by_hand():
     own = [{0, 5}, {0, 2}, {0, 7}, {0, 4}]  # attention, feed-forward, attention, feed-forward
     updates = torch.tensor([[step in row for step in range(8)] for row in own])
     surge = torch.tensor([0.3, 0.1, 0.4, 0.2])
-    blocks = bubbling_union(updates, surge, spreading(NAMES), 2)
+    blocks = bubbling_union(updates, surge, feed_forward_like(NAMES), 2)
     # The two attentions surge most: the first is asked by both feed-forward layers, the second by the one after it.
     assert [set(_chosen(row)) for row in blocks] == [{0, 2, 4, 5}, {0, 2}, {0, 4, 7}, {0, 4}]
-    every = bubbling_union(updates, surge, spreading(NAMES), 9)
+    every = bubbling_union(updates, surge, feed_forward_like(NAMES), 9)
     assert [set(_chosen(row)) for row in every] == [{0, 2, 4, 5}, {0, 2, 4}, {0, 4, 7}, {0, 4}]
-    assert torch.equal(bubbling_union(updates, surge, spreading(NAMES), 0), updates)
+    assert torch.equal(bubbling_union(updates, surge, feed_forward_like(NAMES), 0), updates)
 
 
 @pytest.mark.checks("BAC")
@@ -102,8 +102,8 @@ def test_the_union_is_that_of_blocks_taken_one_after_another():
 
 
 def test_which_blocks_spread_errors():
-    assert spreading(NAMES).tolist() == [False, True, False, True]
-    assert spreading(("down.0", "middle", "up.0")).all()
+    assert feed_forward_like(NAMES).tolist() == [False, True, False, True]
+    assert feed_forward_like(("down.0", "middle", "up.0")).all()
 
 
 @pytest.mark.checks("BAC")

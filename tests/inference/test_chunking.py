@@ -18,7 +18,7 @@ from robopolicy.inference.configuration import CHUNKINGS
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import PolicyKind
 from sims.registry import make_world
-from worldmodels.oracle import oracle_twin
+from worldmodels.oracle import wrap_oracle
 
 ACTION = Field((1,), low=-1e6, high=1e6)
 SMALL = DenoisingPolicyConfig(kind=PolicyKind.FLOW, width=16, depth=1, sampling_steps=2, chunk=4, prediction_steps=6)
@@ -231,7 +231,7 @@ def test_a_delay_is_the_same_in_a_world_and_in_its_imagination(kind: str):
     real, inside = make_world("push_cube", 3, threads=1), make_world("push_cube", 3, threads=1)
     policy = DenoisingPolicy(SMALL, real.spec.observation, real.spec.action, fps=real.spec.fps)
     delayed, seeds = with_chunking(policy, kind, Delay(2)), np.arange(5)
-    results = [evaluate_policy(world, delayed, seeds, deterministic=False) for world in (real, oracle_twin(inside))]
+    results = [evaluate_policy(world, delayed, seeds, deterministic=False) for world in (real, wrap_oracle(inside))]
     assert np.array_equal(results[0].returns, results[1].returns) and np.ptp(results[0].returns) > 0
     prompt = evaluate_policy(real, policy, seeds, deterministic=False)
     assert not np.array_equal(prompt.returns, results[0].returns)

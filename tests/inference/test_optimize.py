@@ -19,7 +19,7 @@ from robopolicy.doctor.findings import Health
 from robopolicy.doctor.policy import check_plan
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.chunking import Delay, with_chunking
-from robopolicy.inference.comparison import Timing, timed
+from robopolicy.inference.comparison import Timing, time_decisions
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.lean import LeanDenoising
 from robopolicy.inference.plan import FILE, InferencePlan, load_plan, save_plan, weights_hash
@@ -60,12 +60,12 @@ def test_a_plan_comes_back_as_it_was_written(tmp_path: Path):
 def _clocked(policies: Any, seen: Any, rounds: int) -> dict[str, Timing]:
     """Time every way for real and report other seconds, which no load on the machine changes."""
     known = {"reference": 4.0, "lean": 2.0, "ddim 1": 1.0}
-    return {name: Timing(np.full(rounds, known.get(name, 3.0))) for name in timed(policies, seen, rounds)}
+    return {name: Timing(np.full(rounds, known.get(name, 3.0))) for name in time_decisions(policies, seen, rounds)}
 
 
 @pytest.mark.long
 def test_optimize_keeps_the_fastest_that_is_allowed_and_acting_reads_it(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setattr(optimize, "timed", _clocked)
+    monkeypatch.setattr(optimize, "time_decisions", _clocked)
     policy = _checkpoint(tmp_path / "checkpoint", denoiser=DenoiserKind.TRANSFORMER, heads=2)
     given = ["optimize", str(tmp_path / "checkpoint"), "optimize.engines=[lean]", "optimize.episodes=2"]
     small = ["optimize.rounds=2", "optimize.budgets=[3]", "optimize.steps=[1,2]", f"run.root={tmp_path / 'runs'}"]
@@ -101,7 +101,7 @@ def test_what_decides_by_means_of_another_policy_is_tried_with_fewer_steps_too(t
     policy.save(tmp_path / "checkpoint")
     given = ["optimize", str(tmp_path / "checkpoint"), "optimize.engines=[lean]", "optimize.episodes=2"]
     small = ["optimize.rounds=2", "optimize.steps=[1]", f"run.root={tmp_path / 'runs'}", "run.threads=1"]
-    monkeypatch.setattr(optimize, "timed", _clocked)
+    monkeypatch.setattr(optimize, "time_decisions", _clocked)
     assert main([*given, *small, "optimize.max_action_error=1e9"]) == 0
     output = capsys.readouterr().out
     assert "Chosen: ddim 1, 4.0x" in output and "bf16" in output and "No block caches: SteeredPolicy wraps" in output
@@ -113,8 +113,8 @@ def test_what_decides_by_means_of_another_policy_is_tried_with_fewer_steps_too(t
 def test_what_is_asked_for_and_cannot_be_done_is_said(tmp_path: Path, capsys, monkeypatch):
     ways = optimize.methods_to_test(OptimizeSection(max_action_error=0.1, engines=("lean",)), cast(Any, object()), {})
     assert set(ways) == {"reference", "lean"} and "Only exact engines" in capsys.readouterr().out
-    monkeypatch.setattr(optimize, "timed", lambda *given: {name: Timing(np.ones(1)) for name in _clocked(*given)})
-    _checkpoint(tmp_path / "checkpoint")
+    monkeypatch.setattr(optimize, "time_decisions", lambda *given: {name: Timing(np.ones(1)) for name in
+    _clocked(*given)}) _checkpoint(tmp_path / "checkpoint")
     given = ["optimize", str(tmp_path / "checkpoint"), "optimize.engines=[lean]", "optimize.episodes=2"]
     small = ["optimize.rounds=1", "optimize.evaluate_episodes=4", f"run.root={tmp_path / 'runs'}", "run.threads=1"]
     assert main([*given, *small]) == 0

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import STATE, Field
-from robopolicy.inference.chunking import Delay, Underway, with_chunking
+from robopolicy.inference.chunking import Delay, RunningPlan, with_chunking
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.rtc import (
     Guidance,
     GuidedSteps,
     Mask,
-    continued,
+    continue_plan,
     guidance_gains,
     noise_levels,
     prefix_weights,
@@ -237,9 +237,9 @@ def test_what_is_distilled_from_it_continues_too(steps: int):
         lesson.loss({"observation": observation}, draws)["distance"].mean().backward()
         optimiser.step()
     rest = torch.tensor([0.6, -0.6]).repeat_interleave(4).view(2, 4, 1).repeat(32, 1, 1)
-    underway, observation = Underway(rest, torch.ones(64, dtype=torch.int64), 2, 4), {STATE: torch.zeros(64, 1, 1)}
+    underway, observation = RunningPlan(rest, torch.ones(64, dtype=torch.int64), 2, 4), {STATE: torch.zeros(64, 1, 1)}
     behind = [
-        continued(each, observation, torch.Generator().manual_seed(3), underway, deterministic=True)[:, 2:]
+        continue_plan(each, observation, torch.Generator().manual_seed(3), underway, deterministic=True)[:, 2:]
         for each in (teacher, lesson.student)
     ]
     assert (behind[0] - behind[1]).square().mean().sqrt() < 0.08  # .24 and .12 where it was never given any
@@ -249,9 +249,9 @@ def test_steps_that_are_given_stay_in_the_plan_as_they_were_given():
     """A robot that is answered sooner than it expected executes some of them."""
     policy = trained(made(PolicyKind.FLOW, prefix_steps=3), torch.Generator().manual_seed(0), steps=20)
     rest = torch.tensor([[0.6, 0.5, 0.4, 0.3], [-0.6, -0.5, -0.4, -0.3]])[..., None]
-    underway = Underway(rest, torch.tensor([1, 0]), delay=3, chunk=4)
+    underway = RunningPlan(rest, torch.tensor([1, 0]), delay=3, chunk=4)
     observation, draws = {STATE: torch.zeros(2, 1, 1)}, torch.Generator().manual_seed(0)
-    plan = continued(policy, observation, draws, underway, deterministic=True)
+    plan = continue_plan(policy, observation, draws, underway, deterministic=True)
     assert torch.equal(plan[0, :3], rest[0, :3]) and not torch.allclose(plan[0, 3], rest[0, 3])
     free = policy.predict(observation, torch.Generator().manual_seed(0), deterministic=True)
     assert torch.equal(plan[1], free[1])  # nothing is underway there

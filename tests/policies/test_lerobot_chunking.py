@@ -12,7 +12,7 @@ from test_lerobot_training import KINDS as FLOWS
 from test_lerobot_training import language_folders, lerobots_own
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.inference.chunking import Delay, Underway, with_chunking
+from robopolicy.inference.chunking import Delay, RunningPlan, with_chunking
 from robopolicy.policies.loading import load_policy
 
 pytestmark = pytest.mark.long
@@ -64,7 +64,7 @@ def test_real_time_chunking_without_the_jacobian_is_lerobots_own(folders: dict[s
     observation = observed(made.policy)
     left, taken_apart = made.policy.spec.prediction - made.policy.spec.chunk, made.plans.guided
     rest = 0.5 * torch.randn((ROWS, left, 2), generator=torch.Generator().manual_seed(1))
-    underway = Underway(rest, torch.ones(ROWS, dtype=torch.int64), DELAY, made.policy.spec.chunk)
+    underway = RunningPlan(rest, torch.ones(ROWS, dtype=torch.int64), DELAY, made.policy.spec.chunk)
     plan = made.plans(made.policy, observation, seeded(), underway, deterministic=False)
 
     theirs, batch, postprocess = lerobots_own(folders[kind], observation)
@@ -87,7 +87,7 @@ def test_a_plan_goes_on_with_what_is_executed_meanwhile(folders: dict[str, Path]
     unguided = made.plans.guided.predict(observation, seeded(), deterministic=True)
     other = made.plans.guided.predict(observation, torch.Generator().manual_seed(8), deterministic=True)
     rest = (unguided + other)[:, : made.policy.spec.prediction - made.policy.spec.chunk] / 2
-    underway = Underway(rest, torch.tensor([1, 1, 0]), DELAY, made.policy.spec.chunk)
+    underway = RunningPlan(rest, torch.tensor([1, 1, 0]), DELAY, made.policy.spec.chunk)
     plan = made.plans(made.policy, observation, seeded(), underway, deterministic=False)
     torch.testing.assert_close(plan[2], unguided[2])  # whose episode begins
     off, before = ((each - rest[:, :1])[:2, 0].abs().mean() for each in (plan, unguided))
@@ -107,7 +107,7 @@ def test_a_plan_is_led_the_short_way_round(folders: dict[str, Path], tmp_path, k
     rest = 0.5 * torch.randn((ROWS, left, 2), generator=torch.Generator().manual_seed(1))
 
     def plan_after(rest: torch.Tensor) -> torch.Tensor:
-        underway = Underway(rest, torch.ones(ROWS, dtype=torch.int64), DELAY, made.policy.spec.chunk)
+        underway = RunningPlan(rest, torch.ones(ROWS, dtype=torch.int64), DELAY, made.policy.spec.chunk)
         return made.plans(made.policy, observation, seeded(), underway, deterministic=True)
 
     led, turned, further = (plan_after(rest + torch.tensor(more)) for more in ([0, 0], [0, 360.0], [5.0, 0]))

@@ -10,7 +10,7 @@ from robopolicy.serving import pictures
 from robopolicy.serving.client import _fitted
 from robopolicy.serving.described import camera_shapes
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.pictures import pixels, resized, smaller
+from robopolicy.serving.pictures import downscale, pixels, resize_with_padding
 from robopolicy.serving.protocol import IMAGE_BYTES, Limits, pack, unpack
 
 TOP, WRIST = IMAGE_PREFIX + "top", IMAGE_PREFIX + "wrist"
@@ -44,10 +44,10 @@ def test_pictures_are_scaled_as_pillow_does_where_there_is_none(size, monkeypatc
         image = picture(height, width, number)
         with monkeypatch.context() as patch:
             patch.setattr(pictures, "fromarray", None)
-            own = resized(image, size)
-        assert np.array_equal(own, resized(image, size))
+            own = resize_with_padding(image, size)
+        assert np.array_equal(own, resize_with_padding(image, size))
     direct = np.asarray(Image.fromarray(picture(72, 96)).resize((32, 24), Image.Resampling.BILINEAR))
-    assert np.array_equal(resized(picture(72, 96), (24, 32)), direct)
+    assert np.array_equal(resize_with_padding(picture(72, 96), (24, 32)), direct)
 
 
 def test_a_client_makes_pictures_smaller_to_what_the_server_would_make_of_them():
@@ -58,7 +58,8 @@ def test_a_client_makes_pictures_smaller_to_what_the_server_would_make_of_them()
     for key, value in read(large).items():
         assert np.array_equal(read(sent)[key], value), key
     assert np.array_equal(
-        _fitted({"cam": picture(64, 64)}, camera_shapes(METADATA))["cam"], resized(picture(64, 64), (32, 32))
+        _fitted({"cam": picture(64, 64)}, camera_shapes(METADATA))["cam"],
+        resize_with_padding(picture(64, 64), (32, 32)),
     )
 
 
@@ -74,7 +75,9 @@ def test_what_is_small_or_no_picture_is_sent_as_it_is():
         assert _fitted({TOP: value}, shapes)[TOP] is value
     assert _fitted({"state": np.zeros((90, 90, 3)), TOP: "text"}, shapes)[TOP] == "text"
     frames = np.stack([picture(64, 96, 1), picture(64, 96, 2)])
-    assert np.array_equal(smaller(frames, (32, 32, 3)), np.stack([resized(each, (32, 32)) for each in frames]))
+    assert np.array_equal(
+        downscale(frames, (32, 32, 3)), np.stack([resize_with_padding(each, (32, 32)) for each in frames])
+    )
 
 
 def test_names_that_may_be_either_of_two_cameras_and_lying_servers_leave_pictures_alone():

@@ -10,16 +10,20 @@ import pytest
 from websockets.sync.server import serve
 
 from robopolicy.core.errors import ConfigError, ServingError
-from robopolicy.serving.client import PolicyClient, RefusedError, connected, way_out, whole_address
+from robopolicy.serving.client import PolicyClient, RefusedError, connected, connection_hint, server_url
 from robopolicy.serving.configuration import ServerAddress
-from robopolicy.serving.protocol import REQUEST, fingerprint, pack, sealed, unpack
+from robopolicy.serving.protocol import REQUEST, checksum, pack, pack_with_checksum, unpack
 
 KINDS = {
-    "right": lambda request, earlier: sealed({"actions": np.ones((1, 1)), REQUEST: fingerprint(request)}),
-    "stale": lambda request, earlier: earlier or sealed({"actions": np.ones((1, 1)), REQUEST: fingerprint(request)}),
-    "damaged": lambda request, earlier: sealed({"actions": np.ones((1, 1)), REQUEST: fingerprint(request)})[:-1] + b"?",
-    "unsealed": lambda request, earlier: pack({"actions": np.ones((1, 1)), REQUEST: fingerprint(request)}),
-    "of a damaged request": lambda request, earlier: sealed({"actions": np.ones((1, 1)), REQUEST: 1}),
+    "right": lambda request, earlier: pack_with_checksum({"actions": np.ones((1, 1)), REQUEST: checksum(request)}),
+    "stale": lambda request, earlier: (
+        earlier or pack_with_checksum({"actions": np.ones((1, 1)), REQUEST: checksum(request)})
+    ),
+    "damaged": lambda request, earlier: (
+        pack_with_checksum({"actions": np.ones((1, 1)), REQUEST: checksum(request)})[:-1] + b"?"
+    ),
+    "unsealed": lambda request, earlier: pack({"actions": np.ones((1, 1)), REQUEST: checksum(request)}),
+    "of a damaged request": lambda request, earlier: pack_with_checksum({"actions": np.ones((1, 1)), REQUEST: 1}),
 }
 
 
@@ -29,7 +33,7 @@ def port(request):
     kind = getattr(request, "param", "right")
 
     def talk(connection):
-        connection.send(pack({}) if kind == "plain" else sealed({"server": "robopolicy"}))
+        connection.send(pack({}) if kind == "plain" else pack_with_checksum({"server": "robopolicy"}))
         earlier = b""
         for message in connection:
             if kind == "plain":
@@ -128,7 +132,7 @@ def test_a_message_that_is_too_large_names_its_largest_field():
     large = {"state": np.zeros(2), "images": {"top": np.zeros((200, 300, 3), np.uint8)}}
 
     def ours(connection):
-        connection.send(sealed({"server": "robopolicy", "message_bytes": 70_000}))
+        connection.send(pack_with_checksum({"server": "robopolicy", "message_bytes": 70_000}))
         connection.recv()
 
     def others(connection):
@@ -149,9 +153,9 @@ def describing(said):
     """Yield the port of a server that says `said` of its policy, as it is when a connection is made."""
 
     def talk(connection):
-        connection.send(sealed({"server": "robopolicy", **said}))
+        connection.send(pack_with_checksum({"server": "robopolicy", **said}))
         for message in connection:
-            connection.send(sealed({"actions": np.ones((1, 1)), REQUEST: fingerprint(message)}))
+            connection.send(pack_with_checksum({"actions": np.ones((1, 1)), REQUEST: checksum(message)}))
 
     with serve(talk, "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -204,7 +208,7 @@ def test_a_server_that_comes_back_with_another_policy_is_refused_and_one_with_th
     ],
 )
 def test_an_address_says_scheme_and_port_once(host, port, encrypted, address):
-    assert whole_address(host, port, encrypted) == address
+    assert server_url(host, port, encrypted) == address
 
 
 @pytest.mark.parametrize(
@@ -218,14 +222,14 @@ def test_an_address_says_scheme_and_port_once(host, port, encrypted, address):
 )
 def test_an_address_that_contradicts_itself_is_refused(host, port, encrypted, text):
     with pytest.raises(ConfigError, match=text):
-        whole_address(host, port, encrypted)
+        server_url(host, port, encrypted)
 
 
 def test_a_certificate_of_another_name_is_told_from_one_that_nobody_trusts():
     error = ssl.SSLCertVerificationError(1, "certificate verify failed")
     causes = {"IP address mismatch, certificate is not valid for '10.0.0.1'.": "subjectAltName"}
     for error.verify_message, text in (causes | {"self-signed certificate": "drive.certificate"}).items():
-        assert text in way_out("wss://10.0.0.1:8000", error)
+        assert text in connection_hint("wss://10.0.0.1:8000", error)
 
 
 def test_a_robot_waits_for_answers_as_long_as_it_has_patience_and_knows_the_environments_key(port, monkeypatch):

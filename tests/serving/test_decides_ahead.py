@@ -11,7 +11,7 @@ from robopolicy.core.spec import STATE
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
 from robopolicy.serving.driver import Driver
-from robopolicy.serving.wiring import wired
+from robopolicy.serving.wiring import map_elements
 from sims.registry import make_world
 
 STEPS, CHUNK, NAME = 3, 4, "pick_place"
@@ -122,7 +122,7 @@ def test_what_cannot_be_driven_is_refused_and_robots_need_not_show_the_queue():
         Driver(Decides(world, ahead=5), hold=np.zeros(4))
     motors = dict.fromkeys(world.spec.observation[STATE].names, float)
     takes = dict.fromkeys(world.spec.action.names, float)
-    assert list(wired(Decides(world).metadata, motors, takes, {}, {}).vectors) == [STATE]
+    assert list(map_elements(Decides(world).metadata, motors, takes, {}, {}).vectors) == [STATE]
 
 
 def test_what_is_decided_ahead_does_not_lead_over_from_what_is_done_before_it():

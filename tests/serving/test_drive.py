@@ -16,7 +16,7 @@ from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, STATE, TASK, Field, WorldS
 from robopolicy.core.world import Step
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
-from robopolicy.serving.holding import as_served, holding
+from robopolicy.serving.holding import holding, with_served_hold
 from robopolicy.serving.protocol import SESSION
 from robopolicy.verbs.drive import _figures, _settings
 
@@ -112,10 +112,12 @@ def test_elements_that_are_not_there_cannot_keep_their_value():
 
 def test_what_is_held_is_what_the_policy_was_trained_with():
     metadata = {"world": {"name": "arm", "options": {"latency_steps": 3, "latency_hold": "last"}}}
-    assert as_served(RobotSettings(), metadata).hold == "last"
-    assert as_served(RobotSettings(hold="zero"), metadata).hold == "zero"
+    assert with_served_hold(RobotSettings(), metadata).hold == "last"
+    assert with_served_hold(RobotSettings(hold="zero"), metadata).hold == "zero"
     for unsaid in ({}, {"world": None}, {"world": {"name": "arm", "options": {}}}, {"world": "arm"}):
-        assert as_served(RobotSettings(), unsaid).hold == "auto"  # zero in a simulator, and an attached robot asks
+        assert (
+            with_served_hold(RobotSettings(), unsaid).hold == "auto"
+        )  # zero in a simulator, and an attached robot asks
 
 
 class Carrier(Counter):

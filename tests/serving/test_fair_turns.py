@@ -11,8 +11,8 @@ from served_policies import Steady
 
 from robopolicy.core.errors import SpecError
 from robopolicy.core.spec import STATE, TASK, Field, PolicySpec
-from robopolicy.serving.batching import BusyError, InferenceQueue, Turns, Waiting, gives_way
-from robopolicy.serving.connections import Door
+from robopolicy.serving.batching import BusyError, InferenceQueue, PendingRequest, RoundRobin, request_to_drop
+from robopolicy.serving.connections import ConnectionLimiter
 from robopolicy.serving.protocol import Limits
 from robopolicy.serving.sessions import Sessions
 
@@ -20,7 +20,7 @@ HOG, ROBOT = "10.0.0.1", "10.0.0.2"
 
 
 def asks(address, connection, number=1):
-    return [Waiting({}, Mock(), asker=(address, connection)) for _ in range(number)]
+    return [PendingRequest({}, Mock(), asker=(address, connection)) for _ in range(number)]
 
 
 def flood():
@@ -30,7 +30,7 @@ def flood():
 
 
 def test_a_request_of_another_address_is_in_the_next_batch_however_much_waits():
-    turns, waiting = Turns(), flood()
+    turns, waiting = RoundRobin(), flood()
     for _ in range(5):
         served = turns.take(waiting, 16)
         waiting = [each for each in waiting if each not in served]
@@ -40,14 +40,14 @@ def test_a_request_of_another_address_is_in_the_next_batch_however_much_waits():
 
 
 def test_addresses_share_batches_and_so_do_connections_of_one():
-    turns = Turns()
+    turns = RoundRobin()
     waiting = [*asks(HOG, 0, 50), *asks(HOG, 1, 50), *asks(ROBOT, 2, 50)]
     served = [each.asker for _ in range(10) for each in turns.take(waiting, 4)]
     assert served.count((ROBOT, 2)) == 20 and served.count((HOG, 0)) == served.count((HOG, 1)) == 10
 
 
 def test_requests_of_one_connection_stay_in_their_order_and_nobody_is_overtaken_for_ever():
-    turns, waiting = Turns(), flood()[:120]
+    turns, waiting = RoundRobin(), flood()[:120]
     own = [each for each in waiting if each.asker == (HOG, 7)]
     batches, fresh = [], count(1000)
     while own[-1] in waiting:
@@ -60,8 +60,8 @@ def test_requests_of_one_connection_stay_in_their_order_and_nobody_is_overtaken_
 
 
 def test_requests_that_cannot_be_answered_together_take_turns_too():
-    turns = Turns()
-    seeded = [Waiting({}, Mock(), torch.Generator(), asker=(HOG, 0)) for _ in range(20)]
+    turns = RoundRobin()
+    seeded = [PendingRequest({}, Mock(), torch.Generator(), asker=(HOG, 0)) for _ in range(20)]
     robot = asks(ROBOT, 1, 2)
     assert turns.take([*seeded, *robot], 16) == [seeded[0]]
     assert turns.take([*seeded[1:], *robot], 16) == robot
@@ -69,12 +69,14 @@ def test_requests_that_cannot_be_answered_together_take_turns_too():
 
 def test_where_no_more_may_wait_whoever_has_most_gives_way():
     waiting = flood()[:256]
-    assert gives_way(waiting, (ROBOT, 99)) is waiting[-1]  # of a connection that has five, like the fifteen before it
+    assert (
+        request_to_drop(waiting, (ROBOT, 99)) is waiting[-1]
+    )  # of a connection that has five, like the fifteen before it
     few = [*asks(HOG, 0, 3), *asks(HOG, 1), *asks(ROBOT, 2, 4)]
-    assert gives_way(few, (HOG, 1)) is few[2]
-    assert gives_way(few, (HOG, 0)) is None
-    assert gives_way(few, (ROBOT, 2)) is None
-    assert gives_way(few, (ROBOT, 3)) is few[-1]
+    assert request_to_drop(few, (HOG, 1)) is few[2]
+    assert request_to_drop(few, (HOG, 0)) is None
+    assert request_to_drop(few, (ROBOT, 2)) is None
+    assert request_to_drop(few, (ROBOT, 3)) is few[-1]
 
 
 def test_a_full_queue_lets_another_address_in_and_tells_the_one_that_had_most():
@@ -110,7 +112,7 @@ def test_one_address_takes_neither_all_sessions_nor_all_reading():
     sessions.take(4, {}, ROBOT)
 
     async def main():
-        door = Door(Limits(reading=2))
+        door = ConnectionLimiter(Limits(reading=2))
         door.enter(HOG)
         lane = door.lane(HOG)
         await lane.acquire()

@@ -26,7 +26,7 @@ from robopolicy.serving.client import PolicyClient, connected
 from robopolicy.serving.configuration import ServerAddress
 from robopolicy.serving.driver import ActionLimits, Driver
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.pictures import resized
+from robopolicy.serving.pictures import resize_with_padding
 from robopolicy.serving.protocol import RESET, SEED, SESSION, Limits, pack, unpack
 from robopolicy.serving.telemetry import JsonLines, Log
 
@@ -395,7 +395,7 @@ def test_names_of_ones_own_and_images_of_other_sizes(ports):
         for sent in (image, image.transpose(2, 0, 1)):
             answer = client.infer({STATE: np.zeros(2), "images": {"cam_high": sent}})
             assert answer["actions"][2, 0] == pytest.approx(1000 * len("push the cube") + 100, abs=2)
-    tall = resized(np.full((8, 4, 3), 90, np.uint8), (4, 6))
+    tall = resize_with_padding(np.full((8, 4, 3), 90, np.uint8), (4, 6))
     assert tall[:, 2:4].min() == 90
     assert tall[:, :2].max() == tall[:, 4:].max() == 0
     with pytest.raises(SpecError, match="not a field of the policy"):

@@ -19,7 +19,7 @@ from robopolicy.core.policy import to_tensors
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.serving.configuration import AttachedRobot, RobotSettings
 from robopolicy.serving.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, drive_robot, make_lerobot_robot
-from robopolicy.serving.wiring import wired
+from robopolicy.serving.wiring import map_elements
 from robopolicy.verbs.drive import _ended_by_signals
 
 pytestmark = pytest.mark.long
@@ -63,7 +63,7 @@ def arm(tmp_path):
 
 def attached(robot, client, rename=None, scale=None, **settings) -> AttachedLeRobot:
     return AttachedLeRobot(
-        robot, lambda shows, takes: wired(client.metadata, shows, takes, rename or {}, scale or {}), **settings
+        robot, lambda shows, takes: map_elements(client.metadata, shows, takes, rename or {}, scale or {}), **settings
     )
 
 
@@ -128,7 +128,7 @@ def test_elements_are_found_by_name_and_turned_into_the_policys_units(arm):
 def test_a_robot_of_positions_stays_by_being_told_where_it_is():
     field = {"shape": [2], "names": ["pan", "speed"], "unit": "rad, m/s"}
     metadata = {"observation": {STATE: {"shape": [1], "names": ["pan"], "unit": "rad"}}, "action": field}
-    wiring = wired(
+    wiring = map_elements(
         metadata, {"pan.pos": float}, {"pan.pos": float, "speed": float}, {"pan.pos": "pan"}, {"pan.pos": 0.5}
     )
     assert wiring.frames({"pan.pos": 4.0})[STATE].tolist() == [2.0]
@@ -306,7 +306,7 @@ def test_the_first_step_is_no_jump(arm):
     robot.send_action = robot.commands.append
     device = AttachedLeRobot(
         robot,
-        lambda shows, takes: wired(
+        lambda shows, takes: map_elements(
             client.metadata, shows, {"tip_x": float, "y": float, "z": float, "gripper": float}, {}, {}
         ),
         settings=RobotSettings(hold="last"),

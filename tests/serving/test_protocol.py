@@ -7,7 +7,7 @@ import pytest
 from robopolicy.core.errors import SpecError
 from robopolicy.core.spec import STATE, Field, PolicySpec
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.protocol import CHECK, Limits, pack, sealed, unpack, unsealed
+from robopolicy.serving.protocol import CHECK, Limits, pack, pack_with_checksum, unpack, unpack_with_checksum
 
 
 def test_bytes_are_openpis():
@@ -133,17 +133,17 @@ def test_a_refused_frame_leaves_the_history_alone():
 
 def test_a_sealed_message_that_is_damaged_anywhere_is_refused():
     message = {"actions": np.arange(6.0).reshape(3, 2), "server_timing": {"infer_ms": 1.5}}
-    data = sealed(message)
-    assert unsealed(data)["actions"].tolist() == message["actions"].tolist()
+    data = pack_with_checksum(message)
+    assert unpack_with_checksum(data)["actions"].tolist() == message["actions"].tolist()
     assert CHECK in unpack(data), "other clients read it as well"
     for place in range(len(data)):
         damaged = bytearray(data)
         damaged[place] ^= 1 << place % 8
         with pytest.raises(SpecError):
-            unsealed(bytes(damaged))
+            unpack_with_checksum(bytes(damaged))
     for wrong in (data[:-1], data + b"\0", pack(message), pack({CHECK: 1}), b""):
         with pytest.raises(SpecError):
-            unsealed(wrong)
+            unpack_with_checksum(wrong)
 
 
 def openpi_in_java(array):

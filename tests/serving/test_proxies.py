@@ -14,7 +14,7 @@ from websockets.sync.server import serve
 from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, ServingError
 from robopolicy.serving.client import PolicyClient, is_this_machine, proxy_for
 from robopolicy.serving.configuration import ServerConfig
-from robopolicy.serving.protocol import REQUEST, fingerprint, sealed
+from robopolicy.serving.protocol import REQUEST, checksum, pack_with_checksum
 
 FAR = "192.0.2.1"
 """An address that belongs to nobody (RFC 5737)."""
@@ -31,9 +31,9 @@ def port():
     """A policy server on 127.0.0.1."""
 
     def talk(connection):
-        connection.send(sealed({"server": "robopolicy"}))
+        connection.send(pack_with_checksum({"server": "robopolicy"}))
         for message in connection:
-            connection.send(sealed({"actions": np.ones((1, 1)), REQUEST: fingerprint(message)}))
+            connection.send(pack_with_checksum({"actions": np.ones((1, 1)), REQUEST: checksum(message)}))
 
     with serve(talk, "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

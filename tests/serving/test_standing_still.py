@@ -19,7 +19,7 @@ from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.configuration import AttachedRobot, RobotSettings
 from robopolicy.serving.holding import holding
 from robopolicy.serving.lerobot_robot import AttachedLeRobot, drive_robot
-from robopolicy.serving.wiring import Wiring, wired
+from robopolicy.serving.wiring import ElementMapping, map_elements
 
 RATES = [
     "x.vel",
@@ -134,7 +134,7 @@ def test_a_unit_speaks_of_every_element_or_of_those_that_it_names():
 
 
 def test_the_wiring_stops_a_velocity_that_is_shown():
-    wiring = Wiring({}, {}, ("shoulder.pos", "x.vel"), {}, {"action": ""})
+    wiring = ElementMapping({}, {}, ("shoulder.pos", "x.vel"), {}, {"action": ""})
     shown = {"shoulder.pos": 10.0, "x.vel": 0.3}
     assert wiring.still(shown, np.zeros(2)).tolist() == [10.0, 0.0]
     assert wiring.still(shown, np.array([5.0, 0.4])).tolist() == [10.0, 0.0]
@@ -144,7 +144,7 @@ def test_the_wiring_stops_a_velocity_that_is_shown():
 @pytest.mark.parametrize("kind", [float, np.float32, lambda value: np.array([value]), torch.tensor, str])
 def test_the_wiring_holds_a_place_whatever_holds_its_number(kind):
     """Some robots show arrays or tensors of one number: where they are, and not where they were sent last."""
-    wiring = Wiring({"s": ("a.pos",)}, {}, ("a.pos",), {}, {"action": "", "s": ""})
+    wiring = ElementMapping({"s": ("a.pos",)}, {}, ("a.pos",), {}, {"action": "", "s": ""})
     shown = {"a.pos": kind(10.0)}
     assert wiring.frames(shown)["s"].tolist() == [10.0]
     assert wiring.placed(shown).all() and wiring.still(shown, np.array([3.0])).tolist() == [10.0]
@@ -152,7 +152,7 @@ def test_the_wiring_holds_a_place_whatever_holds_its_number(kind):
 
 @pytest.mark.parametrize("value", ["up", np.zeros(2), np.zeros(0), np.nan, 1e300, {}, [[]]])
 def test_what_is_no_number_is_named(value):
-    wiring = Wiring({"s": ("a.pos",)}, {}, ("a.pos",), {}, {"action": "", "s": ""})
+    wiring = ElementMapping({"s": ("a.pos",)}, {}, ("a.pos",), {}, {"action": "", "s": ""})
     with pytest.raises(NonFiniteError, match=r"a non-number for a\.pos"):
         wiring.frames({"a.pos": value})
     assert wiring.still({"a.pos": value}, np.array([3.0])).tolist() in ([3.0], [1e300])
@@ -165,8 +165,8 @@ def metadata(names=("shoulder", "speed"), unit="deg, m/s"):
 
 def wiring_of(names, unit="", rename=None, scale=None, **settings):
     features = dict.fromkeys(rename or names, float)
-    made = wired(metadata(names, unit), features, features, rename or {}, scale or {})
-    return Wiring(**{**vars(made), "settings": RobotSettings(**settings)})
+    made = map_elements(metadata(names, unit), features, features, rename or {}, scale or {})
+    return ElementMapping(**{**vars(made), "settings": RobotSettings(**settings)})
 
 
 def test_the_wiring_says_what_every_element_does_while_it_stands_still():
@@ -215,7 +215,7 @@ def test_a_position_that_was_neither_shown_nor_sent_is_not_commanded():
     rover.observation_features = {"x.vel": float}  # pyright: ignore[reportAttributeAccessIssue]
     rover.get_observation = lambda: {"x.vel": rover.speed}
     server = Silent(("x.vel",), Base.NAMES)
-    wire = lambda shows, takes: wired(server.metadata, shows, takes, {}, {})  # noqa: E731
+    wire = lambda shows, takes: map_elements(server.metadata, shows, takes, {}, {})  # noqa: E731
     with pytest.raises(RobopolicyError), AttachedLeRobot(cast(Any, rover), wire) as robot:
         drive_robot(robot, server, episodes=1, rate=0, attached=STEPS, settings=RobotSettings(server_timeout=0.05))
     assert rover.commands == []
@@ -223,7 +223,7 @@ def test_a_position_that_was_neither_shown_nor_sent_is_not_commanded():
 
 def test_a_robot_without_limits_is_not_driven():
     server, rover = Silent(Base.NAMES, Base.NAMES, low=-np.inf), Rover()
-    wire = lambda shows, takes: wired(server.metadata, shows, takes, {}, {})  # noqa: E731
+    wire = lambda shows, takes: map_elements(server.metadata, shows, takes, {}, {})  # noqa: E731
     with (
         pytest.raises(ConfigError, match=r"No limit applies to shoulder\.pos, x\.vel.*drive\.unbounded=true"),
         AttachedLeRobot(cast(Any, rover), wire) as robot,
@@ -247,7 +247,7 @@ def test_a_server_that_asks_for_too_much_moves_a_robot_within_its_bounds_and_ctr
 
     rover.looks = interrupted
     bounds = {"shoulder.pos": (-90.0, 90.0), "x.vel": (-0.2, 0.2)}
-    wire = lambda shows, takes: wired(server.metadata, shows, takes, {}, {})  # noqa: E731
+    wire = lambda shows, takes: map_elements(server.metadata, shows, takes, {}, {})  # noqa: E731
     with pytest.raises(KeyboardInterrupt), AttachedLeRobot(cast(Any, rover), wire) as robot:
         drive_robot(
             robot,
@@ -336,7 +336,7 @@ def test_a_base_does_not_drive_on_while_its_server_fails(server, fault):
 
     rover.looks = fails
     with PolicyClient(port=port) as client:
-        wire = lambda shows, takes: wired(client.metadata, shows, takes, {}, {})  # noqa: E731
+        wire = lambda shows, takes: map_elements(client.metadata, shows, takes, {}, {})  # noqa: E731
         robot = AttachedLeRobot(cast(Any, rover), wire, settings=RobotSettings())
         try:
             with robot:

@@ -18,7 +18,7 @@ from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
 from robopolicy.serving.protocol import DELAY, PLAN
 from robopolicy.serving.server import PolicyServer, ServerSettings
-from robopolicy.serving.sessions import Left, taken
+from robopolicy.serving.sessions import RemainingActions, pop_remaining_actions
 
 SPEC = PolicySpec({STATE: Field((1,))}, Field((2,)), 1, 4, 8, 0, 10.0)
 
@@ -114,7 +114,7 @@ def test_the_server_answers_the_plan_that_the_chunking_makes():
         own = torch.Generator()
         own.set_state(state)
         observation = {STATE: np.array([[[0.3, -0.2]]], np.float32), TASK: np.array([""])}
-        answer = await server.queue.infer(observation, own, Left(rest[0].numpy(), 2, 1))
+        answer = await server.queue.infer(observation, own, RemainingActions(rest[0].numpy(), 2, 1))
         free = await server.queue.infer(observation, torch.Generator().manual_seed(0))
         await server.queue.stop()
         return answer.actions, free.actions
@@ -133,7 +133,14 @@ def test_only_robots_in_the_same_place_of_their_plans_are_answered_together():
         queue = InferenceQueue(policy, torch.Generator(), on_batch=sizes.append, plans=server.plans)
         observation = {STATE: np.zeros((1, 1, 2), np.float32), TASK: np.array([""])}
         rest = np.zeros((4, 2), np.float32)
-        several = [None, Left(rest, 1, 1), Left(rest, 1, 5), Left(rest, 2, 1), None, Left(rest[:2], 1, 1)]
+        several = [
+            None,
+            RemainingActions(rest, 1, 1),
+            RemainingActions(rest, 1, 5),
+            RemainingActions(rest, 2, 1),
+            None,
+            RemainingActions(rest[:2], 1, 1),
+        ]
         waiting = [asyncio.create_task(queue.infer(observation, None, left)) for left in several]
         queue._task = asyncio.create_task(asyncio.sleep(60))  # who would take them one by one
         await asyncio.sleep(0)
@@ -149,20 +156,20 @@ def test_only_robots_in_the_same_place_of_their_plans_are_answered_together():
 
 def test_what_is_wrong_about_a_plan_is_said():
     plan = np.zeros((4, 2))
-    assert taken({STATE: 0}, SPEC, 3) is None
-    left = taken(request := {PLAN: plan, DELAY: 3, STATE: 0}, SPEC, 3)
+    assert pop_remaining_actions({STATE: 0}, SPEC, 3) is None
+    left = pop_remaining_actions(request := {PLAN: plan, DELAY: 3, STATE: 0}, SPEC, 3)
     assert left.shape == (4, 3) and left.decisions == 3 and request == {STATE: 0}
-    assert taken({PLAN: plan[:0]}, SPEC, 3).decisions == 0  # an episode begins
+    assert pop_remaining_actions({PLAN: plan[:0]}, SPEC, 3).decisions == 0  # an episode begins
     for wrong in (plan[:, :1], np.zeros((9, 2)), [[0.0, 0.0]], plan[0], plan.astype(str)):
         with pytest.raises(SpecError, match=r"\[n, 2\] numbers with at most 8 steps"):
-            taken({PLAN: wrong, DELAY: 0}, SPEC, 0)
+            pop_remaining_actions({PLAN: wrong, DELAY: 0}, SPEC, 0)
     for wrong in (-1, 5, 1.0, True, "2"):
         with pytest.raises(SpecError, match="from 0 to 4"):
-            taken({PLAN: plan, DELAY: wrong}, SPEC, 0)
+            pop_remaining_actions({PLAN: plan, DELAY: wrong}, SPEC, 0)
     with pytest.raises(NonFiniteError):
-        taken({PLAN: plan * np.nan, DELAY: 0}, SPEC, 0)
+        pop_remaining_actions({PLAN: plan * np.nan, DELAY: 0}, SPEC, 0)
     with pytest.raises(SpecError, match="which is missing"):
-        taken({DELAY: 0}, SPEC, 0)
+        pop_remaining_actions({DELAY: 0}, SPEC, 0)
 
 
 def test_what_cannot_be_served_so_is_refused_when_the_server_starts():

@@ -11,7 +11,7 @@ from robopolicy.testing.world import check_world
 from sims.engine import MujocoWorld
 from sims.registry import load_task, make_world
 from sims.tasks.push_choice import INSTRUCTIONS
-from sims.wording import InPlainWords, wording
+from sims.wording import WithPlainInstructions, instruction_set
 
 OTHERS = {text: (text.replace("push", "shove"), text.replace("push", "bring")) for text in INSTRUCTIONS}
 
@@ -62,7 +62,7 @@ def test_a_task_that_draws_no_instruction_is_given_one_by_the_world(task):
 
 def test_an_expert_that_knows_the_plain_words_follows_the_others(task):
     world = MujocoWorld(task, 60, phrasing="paraphrased")
-    expert = InPlainWords(task.expert(), task.paraphrases)
+    expert = WithPlainInstructions(task.expert(), task.paraphrases)
     observation = world.reset(seeds=np.arange(60))
     expert.reset()
     while True:
@@ -111,4 +111,4 @@ def test_what_a_task_does_not_have_is_refused(options, text):
 )
 def test_a_task_whose_texts_are_at_odds_is_refused(task, changes, text):
     with pytest.raises(ConfigError, match=text):
-        wording(replace(task, **{"paraphrases": {}, "held_out": (), **changes}))
+        instruction_set(replace(task, **{"paraphrases": {}, "held_out": (), **changes}))

@@ -17,7 +17,7 @@ from robopolicy.testing.world import check_world
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit_stages
 from worldmodels.configuration import PlanConfig
-from worldmodels.encoding import EncodedPolicy, encode, encoded
+from worldmodels.encoding import EncodedPolicy, encode, encode_episodes
 from worldmodels.env import ImaginedWorld
 from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import LATENT, Context, DecoderFree, fields_read
@@ -48,7 +48,7 @@ class Clone(nn.Module):
         super().__init__()
         fields = {LATENT: model.spec.observation[LATENT]}
         self.spec = PolicySpec(fields, SPEC.action, history, 1, 1, 0, SPEC.fps, SPEC.instructions)
-        encoded_episodes = encoded(model, episodes)
+        encoded_episodes = encode_episodes(model, episodes)
         inputs = encoded_episodes.observation[LATENT][
             torch.arange(encoded_episodes.step_count) + encoded_episodes.episode_of_step
         ]
@@ -140,7 +140,7 @@ def test_what_cannot_be_encoded_is_refused(learned):
         acting.act({**shown, STATE: shown[STATE] * torch.nan}, torch.Generator())
     bare = {STATE: train.observation[STATE]}
     with pytest.raises(SpecError, match="environment_state"):
-        encoded(model, replace(train, observation=bare, observation_fields={STATE: SPEC.observation[STATE]}))
+        encode_episodes(model, replace(train, observation=bare, observation_fields={STATE: SPEC.observation[STATE]}))
     broken = outside.LatentModel.build(outside.LatentConfig(), SPEC, train, seed=0)
     broken.show = lambda latent: {LATENT: latent["z"] * torch.nan}
     with pytest.raises(NonFiniteError, match="first observation"):

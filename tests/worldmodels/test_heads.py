@@ -15,7 +15,7 @@ from robopolicy.evaluation.world_model import precision_recall
 from robopolicy.nn.blocks import Members
 from worldmodels.configuration import EnsembleConfig
 from worldmodels.heads.latent import LatentHeads
-from worldmodels.heads.outputs import calibrated_threshold, explains_as_well, quantiles_of
+from worldmodels.heads.outputs import calibrated_threshold, potential_explains_rewards, quantiles_of
 from worldmodels.heads.success import ContrastiveHead, LogisticHead, contrastive_loss, make_success_head
 from worldmodels.registry import saved_configuration
 
@@ -133,9 +133,9 @@ def test_quantiles_span_the_values():
 def test_a_potential_is_believed_when_it_explains_about_as_much():
     reward = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     good, worse, useless = reward + 0.1, reward * 0.75, torch.zeros(1000)
-    assert explains_as_well(worse, reward, good)
-    assert not explains_as_well(useless, reward, good)
-    assert explains_as_well(useless, reward, useless)
+    assert potential_explains_rewards(worse, reward, good)
+    assert not potential_explains_rewards(useless, reward, good)
+    assert potential_explains_rewards(useless, reward, useless)
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig, LatentEnsembleConfig
 from worldmodels.encoding import EncodedPolicy, encode
 from worldmodels.ensemble import EnsembleModel
-from worldmodels.latent_ensemble import LatentEnsembleModel, halved
+from worldmodels.latent_ensemble import LatentEnsembleModel, downsample_by_two
 from worldmodels.protocol import LATENT
 
 pytestmark = pytest.mark.long
@@ -86,7 +86,7 @@ def test_features_tell_frames_apart(learned):
     images = recorded(30, seed=4).observation[IMAGE]
     coder, name = learned.autoencoder, IMAGE.replace(".", "/")
     with torch.no_grad():
-        features, truth = coder({IMAGE: images}), halved(images)
+        features, truth = coder({IMAGE: images}), downsample_by_two(images)
         order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))
         own, others = ((coder.decoders[name](each) - truth).square().mean() for each in (features, features[order]))
     mean = (truth - truth.mean(0)).square().mean()

@@ -6,7 +6,7 @@ import pytest
 from robopolicy.testing.world import check_world
 from sims.registry import make_world
 from worldmodels.env import Truncation
-from worldmodels.oracle import oracle_twin
+from worldmodels.oracle import wrap_oracle
 
 ROWS, CHUNK = 6, 4
 
@@ -14,7 +14,7 @@ ROWS, CHUNK = 6, 4
 @pytest.mark.parametrize("task", ["push_cube", "push_t", "pick_place"])
 def test_the_twin_repeats_the_simulator_bitwise(task):
     real, inside = make_world(task, ROWS, threads=1), make_world(task, ROWS, threads=1)
-    twin = oracle_twin(inside)
+    twin = wrap_oracle(inside)
     seeds = np.arange(100, 100 + ROWS)
     expected, observation = real.reset(seeds=seeds), twin.reset(seeds=seeds)
     expert = real.task.expert()
@@ -43,18 +43,18 @@ def test_the_twin_repeats_the_simulator_bitwise(task):
 
 
 def test_the_twin_passes_the_conformance_checks():
-    check_world(lambda rows: oracle_twin(make_world("push_cube", rows, threads=1)), renders=False)
+    check_world(lambda rows: wrap_oracle(make_world("push_cube", rows, threads=1)), renders=False)
 
 
 def test_the_three_ends_stay_apart():
-    twin = oracle_twin(make_world("push_cube", 4, threads=1), truncation=Truncation(steps=7))
+    twin = wrap_oracle(make_world("push_cube", 4, threads=1), truncation=Truncation(steps=7))
     twin.reset(seeds=np.arange(4))
     step = twin.step(np.zeros((4, 5, 2)))
     assert not step.ended.any()
     step = twin.step(np.zeros((4, 5, 2)))
     assert step.horizon_end.all() and not step.terminated.any() and not step.truncated.any()
     assert step.valid.sum(1).tolist() == [2] * 4
-    whole = oracle_twin(make_world("push_cube", 4, threads=1))
+    whole = wrap_oracle(make_world("push_cube", 4, threads=1))
     whole.reset(seeds=np.arange(4))
     step = whole.step(np.zeros((4, whole.spec.horizon, 2)))
     assert step.truncated.all() and not step.terminated.any() and not step.horizon_end.any()

@@ -24,7 +24,7 @@ from worldmodels.configuration import RssmConfig
 from worldmodels.env import ImaginedWorld
 from worldmodels.heads.outputs import reward_bins, symexp, two_hot, two_hot_mean
 from worldmodels.protocol import Context
-from worldmodels.rssm.dynamics import balanced_divergence, draw, straight_through, unimixed
+from worldmodels.rssm.dynamics import balanced_divergence, draw, mix_with_uniform, straight_through
 from worldmodels.rssm.model import RssmModel
 from worldmodels.starts import context_at, recorded_starts
 
@@ -104,7 +104,7 @@ def test_divergences_follow_the_formula_and_move_one_side_each():
 
 def test_unimix_keeps_every_class_possible():
     logits = torch.tensor([[100.0, 0.0, 0.0, 0.0]])
-    assert torch.allclose(unimixed(logits, 0.01).exp(), torch.tensor([[0.9925, 0.0025, 0.0025, 0.0025]]))
+    assert torch.allclose(mix_with_uniform(logits, 0.01).exp(), torch.tensor([[0.9925, 0.0025, 0.0025, 0.0025]]))
 
 
 def test_samples_follow_their_distribution_and_pass_gradients():
@@ -112,7 +112,7 @@ def test_samples_follow_their_distribution_and_pass_gradients():
     classes = draw(probability.log().expand(1000, 4), (torch.arange(1000) + 0.5) / 1000)
     assert torch.bincount(classes, minlength=4).tolist() == [100, 0, 600, 300]
     logits = torch.zeros(1, 4, requires_grad=True)
-    sample = straight_through(unimixed(logits, 0.01)[None], torch.tensor([[0.6]]))
+    sample = straight_through(mix_with_uniform(logits, 0.01)[None], torch.tensor([[0.6]]))
     assert torch.allclose(sample, torch.tensor([[[0.0, 0.0, 1.0, 0.0]]]))
     sample[0, 0, 2].backward()
     assert logits.grad is not None and logits.grad[0, 2] > 0 > logits.grad[0, 0]

@@ -10,7 +10,7 @@ from robopolicy.nn.configuration import EdmConfig
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit_stages
 from worldmodels.configuration import TrajectoryConfig
-from worldmodels.trajectory_diffusion import TrajectoryDiffusion, beginnings, guidance_weight
+from worldmodels.trajectory_diffusion import TrajectoryDiffusion, guidance_weight, subsequence_starts
 
 CONFIG = TrajectoryConfig(length=8, width=32, depth=2, edm=EdmConfig(sigma_data=1.0, steps=12))
 
@@ -107,7 +107,7 @@ def test_nothing_follows_an_end(learned):
     assert len(data) == 2 and data.terminated.tolist() == [False, True]
     closer = 0.2 * 2**0.5
     assert data.reward.tolist() == pytest.approx([closer, closer + 1], abs=0.1)
-    long = beginnings(episodes, 10)
+    long = subsequence_starts(episodes, 10)
     left = (episodes.starts + episodes.lengths)[episodes.episode_of_step[long]] - long
     assert bool(((left >= 10) | episodes.terminated[episodes.episode_of_step[long]]).all())
 
@@ -117,4 +117,4 @@ def test_bad_settings_are_refused(begun):
         TrajectoryConfig(length=9)
     episodes = recorded(5)
     with pytest.raises(DataError, match="shorter"):
-        beginnings(episodes.select(~episodes.terminated), 100)
+        subsequence_starts(episodes.select(~episodes.terminated), 100)

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.returns import PROGRESS, SUCCESS
 from robopolicy.nn.blocks import Members, perceptron
 from worldmodels.data import BOUND, Standardised
 from worldmodels.heads.outputs import (
     BINS,
     calibrated_threshold,
-    explains_as_well,
+    potential_explains_rewards,
     quantiles_of,
     reward_bins,
     two_hot,
@@ -132,7 +133,7 @@ class LatentHeads(nn.Module):
         """Use the potential's increase as reward if it explains standardised rewards [N] as well as the reward head."""
         if self.potential is not None:
             predicted = two_hot_mean(self.reward(inputs), self.bins)
-            self.pays_potential.fill_(explains_as_well(self.increase(inputs), reward, predicted))
+            self.pays_potential.fill_(potential_explains_rewards(self.increase(inputs), reward, predicted))
 
     def losses(self, inputs: Tensor, reward: Tensor, success: Tensor) -> dict[str, Tensor]:
         """Return the cross-entropies [...] of "reward" and "success"."""
@@ -192,7 +193,7 @@ class HeadStage(nn.Module):
         return self.heads.training_losses(batch["steps"], generator)
 
 
-class Judged(Standardised):
+class CalibratedHeads(Standardised):
     """A module whose buffers convert head outputs into rewards, success and a calibrated uncertainty.
 
     success_bonus: the reward for reaching success. The change is that of the state in one step.
@@ -244,3 +245,6 @@ class Judged(Standardised):
             SUCCESS: self.success_bonus * success.to(inputs.dtype),
         }
         return Imagined(observation, rewards, success, torch.zeros_like(success), uncertainty)
+
+
+keep_former_names(__name__, {"Judged": "CalibratedHeads"})

@@ -7,6 +7,7 @@ success (its setting debounce).
 import torch
 from torch import Tensor
 
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.segments import quantile
 
 BINS = 255
@@ -55,7 +56,7 @@ def calibrated_threshold(logit: Tensor, label: Tensor) -> Tensor:
     return quantile(logit.double(), 1 - label.double().mean().to(logit.device)).float()
 
 
-def explains_as_well(potential: Tensor, reward: Tensor, predicted: Tensor, tolerance: float = 0.1) -> bool:
+def potential_explains_rewards(potential: Tensor, reward: Tensor, predicted: Tensor, tolerance: float = 0.1) -> bool:
     """Return whether the increase of a potential [N] explains rewards [N] as well as a head's predictions `predicted`
     [N].
 
@@ -70,3 +71,6 @@ def explains_as_well(potential: Tensor, reward: Tensor, predicted: Tensor, toler
 def quantiles_of(value: Tensor, count: int = 101) -> Tensor:
     """Return `count` evenly spaced quantiles of values [N], including minimum and maximum."""
     return quantile(value, torch.linspace(0, 1, count, device=value.device))
+
+
+keep_former_names(__name__, {"explains_as_well": "potential_explains_rewards"})

@@ -15,7 +15,7 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.blocks import Members
 from worldmodels.data import Standardised, means_and_deviations, recorded_transitions
-from worldmodels.heads.outputs import calibrated_threshold, explains_as_well
+from worldmodels.heads.outputs import calibrated_threshold, potential_explains_rewards
 from worldmodels.heads.success import make_success_head
 
 BATCH = 256
@@ -124,7 +124,7 @@ class StepHeads(Standardised):
             state, action, after = (value[rows].to(device) for value in (data.state, data.action, data.next_state))
             rewards.append(torch.stack([self._increase(state, after), self._predicted(state, action, after)]))
         increase, predicted = torch.cat(rewards, 1)
-        self.pays_potential.fill_(explains_as_well(increase, data.reward.to(device), predicted))
+        self.pays_potential.fill_(potential_explains_rewards(increase, data.reward.to(device), predicted))
 
     def _increase(self, state: Tensor, after: Tensor) -> Tensor:
         """Return the increase [N] of the learned potential."""

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.progress import progress
 from robopolicy.core.returns import PROGRESS, SUCCESS, progress_reward, success_bonus
 from robopolicy.core.sequences import SequenceData, Sequences
@@ -27,9 +28,9 @@ from robopolicy.core.vectors import StateVector
 from worldmodels.checkpoint import Described
 from worldmodels.configuration import ImageConfig, ReadoutConfig
 from worldmodels.data import BOUND, StateStructure, read_statistics, register_structure, structure_of
-from worldmodels.heads.latent import THUMBNAIL, Judged, LatentSteps
+from worldmodels.heads.latent import THUMBNAIL, CalibratedHeads, LatentSteps
 from worldmodels.images.networks import FrameReadout, to_pixels
-from worldmodels.protocol import Context, Imagined, Latent, draws_of
+from worldmodels.protocol import Context, Imagined, Latent, uniforms_of
 from worldmodels.starts import context_at
 
 CALIBRATION_STEPS = 2000
@@ -47,7 +48,7 @@ Advance = Callable[[Latent, Tensor], tuple[Tensor, Tensor]]
 """Latent and actions [B, A] -> inputs of the reward and success heads for the step, and the uncertainty [B]."""
 
 
-class FrameReader(Judged):
+class FrameReader(CalibratedHeads):
     """Fields, statistics and readout of an image model.
 
     spec: the imitated world; images: its cameras' fields by key; state_vector: its vector fields; size: height and
@@ -128,8 +129,8 @@ class FrameReader(Judged):
             # Uniform times normal: errors of every size occur, none among them, so that the readout learns to trust a
             # good state and to mend a bad one. Column 0 of the uniforms chooses the step.
             noise = torch.randn(size, generator=generator, device=generator.device).cpu()[:, 1:]
-            indices = choose(draws[:imagined_steps, 0], len(imagined_rows), imagined_won, config.positive_fraction)
-            recorded_indices = choose(draws[imagined_steps:, 0], len(data), successes, config.positive_fraction)
+            indices = choose_rows(draws[:imagined_steps, 0], len(imagined_rows), imagined_won, config.positive_fraction)
+            recorded_indices = choose_rows(draws[imagined_steps:, 0], len(data), successes, config.positive_fraction)
             sequences = data.cut(torch.cat([imagined_rows[indices], recorded_indices]), 1, 1)
             stacked = self.stack(sequences.frames)
             stacked[:imagined_steps] = frames[indices]
@@ -175,7 +176,7 @@ class FrameReader(Judged):
         # Its own generator with a fixed seed: a resumed stage imagines the same frames again.
         generator = torch.Generator().manual_seed(0)
         draws = torch.rand(self.config.imagined_steps, generator=generator, dtype=torch.float64)
-        steps, parts = choose(draws, count, won, self.config.positive_fraction), []
+        steps, parts = choose_rows(draws, count, won, self.config.positive_fraction), []
         with progress("Imagining frames for the readout", len(steps)) as advance:
             for part in steps.split(PART):
                 parts.append(imagine(part, generator).cpu())
@@ -230,7 +231,7 @@ class FrameReader(Judged):
 
     def noise(self, latent: Latent, shape: tuple[int, ...]) -> Tensor:
         """Return standard normal noise [B, *shape], which depends only on each row's seed and step."""
-        draws = torch.from_numpy(draws_of(latent, int(np.prod(shape))).astype(np.float32))
+        draws = torch.from_numpy(uniforms_of(latent, int(np.prod(shape))).astype(np.float32))
         # ndtri inverts the normal cumulative distribution; it is infinite at 0 and 1.
         return torch.special.ndtri(draws.to(self.state_mean.device).clamp(1e-6, 1 - 1e-6)).reshape(-1, *shape)
 
@@ -278,7 +279,7 @@ class FrameReader(Judged):
         return {key: observation[key] for key in self.spec.observation}
 
 
-def choose(draws: Tensor, count: int, won: Tensor, share: float) -> Tensor:
+def choose_rows(draws: Tensor, count: int, won: Tensor, share: float) -> Tensor:
     """Return indices [N] below `count` from uniforms [N]; the first fraction `share` of them point to successes `won`
     [W], if there are any.
     """
@@ -386,3 +387,6 @@ class PartStage(nn.Module):
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the loss terms, each [N]."""
         return self._losses(batch, generator)
+
+
+keep_former_names(__name__, {"choose": "choose_rows"})

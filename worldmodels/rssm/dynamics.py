@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import Field
 from robopolicy.nn.blocks import dense, perceptron
 from robopolicy.nn.encoders import module_name
@@ -22,7 +23,7 @@ from worldmodels.data import BOUND
 from worldmodels.images.networks import ImageDecoder, ImageEncoder
 
 
-def unimixed(logits: Tensor, share: float) -> Tensor:
+def mix_with_uniform(logits: Tensor, share: float) -> Tensor:
     """Return log-probabilities [..., C] of the softmax of `logits` mixed with fraction `share` of the uniform
     distribution.
     """
@@ -119,12 +120,12 @@ class RecurrentCore(nn.Module):
     def prior(self, deter: Tensor) -> Tensor:
         """Return log-probabilities [N, S, C] of the sample before its frame is observed."""
         logits = self.prior_head(deter)
-        return unimixed(rearrange(logits, "n (s c) -> n s c", s=self.stochastic), UNIMIX)
+        return mix_with_uniform(rearrange(logits, "n (s c) -> n s c", s=self.stochastic), UNIMIX)
 
     def posterior(self, deter: Tensor, frame: Tensor) -> Tensor:
         """Return log-probabilities [N, S, C] after a frame; `frame` is its embedding through `posterior_frame`."""
         logits = self.posterior_head(self.posterior_state(deter) + frame)
-        return unimixed(rearrange(logits, "n (s c) -> n s c", s=self.stochastic), UNIMIX)
+        return mix_with_uniform(rearrange(logits, "n (s c) -> n s c", s=self.stochastic), UNIMIX)
 
 
 @dataclass(frozen=True)
@@ -235,3 +236,6 @@ class LatentDynamics(nn.Module):
             current = torch.where(seen_mask, true, decoded) if index else true
             steps.append((deter, sample, prior, posterior, summary, decoded, current))
         return Unrolled(*(torch.stack(values, 1) for values in zip(*steps, strict=True)))
+
+
+keep_former_names(__name__, {"unimixed": "mix_with_uniform"})

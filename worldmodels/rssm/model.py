@@ -34,15 +34,15 @@ from robopolicy.core.vectors import StateVector
 from worldmodels.checkpoint import Described
 from worldmodels.configuration import FREE_NATS, REPRESENTATION_SCALE, START_SHARE, SUCCESS_SHARE, RssmConfig
 from worldmodels.data import BOUND, StateStructure, read_statistics, register_structure, structure_of
-from worldmodels.heads.latent import THUMBNAIL, HeadStage, Judged, LatentHeads, LatentSteps
-from worldmodels.protocol import Context, Imagined, Latent, counters, draws_of
+from worldmodels.heads.latent import THUMBNAIL, CalibratedHeads, HeadStage, LatentHeads, LatentSteps
+from worldmodels.protocol import Context, Imagined, Latent, counters, uniforms_of
 from worldmodels.rssm.dynamics import LatentDynamics, Unrolled, balanced_divergence, draw
 
 HEAD_STEPS = 200_000
 """Maximum number of steps whose latents the heads are refitted on."""
 
 
-class RssmModel(Described[RssmConfig], Judged):
+class RssmModel(Described[RssmConfig], CalibratedHeads):
     """A `LearnedModel` of the fields of `spec`, vectors and images; create it with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
@@ -332,7 +332,7 @@ class RssmModel(Described[RssmConfig], Judged):
 
     def _draws(self, latent: Latent) -> Tensor:
         """Return uniforms [B, S], which depend only on each row's seed and step."""
-        draws = draws_of(latent, self.config.networks.stochastic).astype(np.float32)
+        draws = uniforms_of(latent, self.config.networks.stochastic).astype(np.float32)
         return torch.from_numpy(draws).to(latent["seed"].device)
 
 

@@ -34,7 +34,7 @@ from worldmodels.configuration import VideoConfig
 from worldmodels.data import StateStructure
 from worldmodels.images.model import PART, FrameReader, ImageModel, PartStage
 from worldmodels.images.networks import to_frames, to_pixels
-from worldmodels.protocol import Context, Imagined, Latent, combined, counters
+from worldmodels.protocol import Context, Imagined, Latent, counters, merge_steps
 from worldmodels.video.networks import VideoTransformer, ViewAutoencoder
 from worldmodels.video.training import DynamicsStage, LatentVideo
 
@@ -289,7 +289,7 @@ class VideoModel(ImageModel[VideoConfig]):
             ]
             next_latent = {name: torch.cat([part[name] for part, _ in parts])[order] for name in latent}
             steps = zip(*(results for _, results in parts), strict=True)
-            return next_latent, [combined(step, lambda values: torch.cat(values)[order]) for step in steps]
+            return next_latent, [merge_steps(step, lambda values: torch.cat(values)[order]) for step in steps]
         outcomes: list[Imagined] = []
         actions = actions.to(latent["state"].dtype)
         while actions.shape[1]:

@@ -15,6 +15,7 @@ import mujoco
 import numpy as np
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.registry import load_dotted
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation, WorldSpec
 from robopolicy.core.world import Rows
@@ -193,7 +194,7 @@ class OGBenchOracles:
 
     def __init__(self, name: str, spec: WorldSpec):
         env_id, self._style = split_name(name)
-        self._twin = Twin(env_id, spec)
+        self._twin = OracleSimulation(env_id, spec)
         words = env_id.split("-")
         self._stacking = STACKING.get("-".join(words[:2]), (0.0, 0.0))
         self._rows: list[_Row | None] = []
@@ -250,7 +251,7 @@ class _Row:
     time: float = 0.0
 
 
-class Twin:
+class OracleSimulation:
     """A separate OGBench simulation that is set to an observation, so that OGBench's oracles can be queried in it.
 
     No physics runs in it; positions of hands and handles follow from those of joints and objects. step: s of a control
@@ -414,3 +415,6 @@ def drawing(generator: np.random.Generator) -> Iterator[None]:
         yield
     finally:
         np.random.set_state(before)  # noqa: NPY002
+
+
+keep_former_names(__name__, {"Twin": "OracleSimulation"})
