@@ -62,7 +62,7 @@ class PendingRequest:
     left: RemainingActions | None = None
     asker: Asker = NOBODY
 
-    def goes_with(self, other: "Waiting") -> bool:
+    def goes_with(self, other: "PendingRequest") -> bool:
         """Whether both requests can be answered in one batch."""
         if self.generator is not None or other.generator is not None:
             return self is other

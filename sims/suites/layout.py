@@ -283,7 +283,7 @@ def distinct_names(names: Any, attribute: str) -> tuple[str, ...]:
     return element_names
 
 
-def _noted(path: Path, read: "Reading") -> str:
+def _noted(path: Path, read: "BoxReading") -> str:
     forced = f" (world.options.state_keys=[{path[0]}] reads its {read.size} numbers)" if path and read.size else ""
     return f"'{dotted(path)}' {read.note}{forced if read.kind == 'out' else ''}"
 
@@ -297,7 +297,7 @@ def leaves(space: spaces.Space, path: Path) -> list[tuple[Path, spaces.Space]]:
     return [(path, space)]
 
 
-def named_images(found: Mapping[Path, "Reading"]) -> tuple[dict[str, ImageEntry], list[str]]:
+def named_images(found: Mapping[Path, "BoxReading"]) -> tuple[dict[str, ImageEntry], list[str]]:
     """Return the images under unique names, and notes on those that differ from the entry's key.
 
     Raises ConfigError when no part of the path makes one unique.
@@ -457,6 +457,6 @@ keep_former_names(
         "named_pictures": "named_images",
         "Part": "VectorEntry",
         "reading": "read_box",
-        "Reading": "BoxReading",
+        "BoxReading": "BoxReading",
     },
 )

@@ -113,8 +113,10 @@ def test_what_decides_by_means_of_another_policy_is_tried_with_fewer_steps_too(t
 def test_what_is_asked_for_and_cannot_be_done_is_said(tmp_path: Path, capsys, monkeypatch):
     ways = optimize.methods_to_test(OptimizeSection(max_action_error=0.1, engines=("lean",)), cast(Any, object()), {})
     assert set(ways) == {"reference", "lean"} and "Only exact engines" in capsys.readouterr().out
-    monkeypatch.setattr(optimize, "time_decisions", lambda *given: {name: Timing(np.ones(1)) for name in
-    _clocked(*given)}) _checkpoint(tmp_path / "checkpoint")
+    monkeypatch.setattr(
+        optimize, "time_decisions", lambda *given: {name: Timing(np.ones(1)) for name in _clocked(*given)}
+    )
+    _checkpoint(tmp_path / "checkpoint")
     given = ["optimize", str(tmp_path / "checkpoint"), "optimize.engines=[lean]", "optimize.episodes=2"]
     small = ["optimize.rounds=1", "optimize.evaluate_episodes=4", f"run.root={tmp_path / 'runs'}", "run.threads=1"]
     assert main([*given, *small]) == 0
