@@ -17,8 +17,8 @@ from typing import Any
 def keep_former_names(module: str, names: Mapping[str, str]) -> None:
     """Let `module` return its public names also under their former `names`, former name -> present name.
 
-    Each use of a former name issues a DeprecationWarning. Type checkers do not accept former names, because the
-    module's `__getattr__` is set at run time.
+    Each use of a former name issues a DeprecationWarning; any other unknown name raises AttributeError. Type checkers
+    do not accept former names, because the module's `__getattr__` is set at run time.
     """
 
     def look_up(name: str) -> Any:
