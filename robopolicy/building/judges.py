@@ -180,3 +180,17 @@ def warn_of_critics_alone(section: GateSection, accepted: bool) -> None:
             "Add one, gate.evaluators=[model,fqe], or evaluate the candidate in a simulator before it is used.",
             markup=False,
         )
+
+
+keep_former_names(
+    __name__,
+    {
+        "recorded_for_gate": "gate_episodes",
+        "recorded_paths": "gate_data_paths",
+        "build_judges": "build_evaluators",
+        "recorded_for_judges": "evaluator_data",
+        "model_judge": "model_evaluator",
+        "importance_judge": "importance_evaluator",
+        "clipped": "clipped_fraction",
+    },
+)

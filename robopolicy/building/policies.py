@@ -70,7 +70,7 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
     return policy
 
 
-def data_instead(path: Path) -> str:
+def data_hint(path: Path) -> str:
     """Return an error sentence if `path` contains recorded data instead of a checkpoint, else ""."""
     if not path.exists() or (path / "config.json").is_file():
         return ""
@@ -128,11 +128,11 @@ def load_acting(
     return policy
 
 
-def behind(model: WorldModel, policy: Policy) -> Policy:
+def with_model_encoder(model: WorldModel, policy: Policy) -> Policy:
     """Return the form of `policy` that reads real observations: with the encoder of `model` in front if the policy
     reads its latent.
     """
-    needs_encoder = isinstance(model, DecoderFree) and not isinstance(policy, BehindEncoder)
+    needs_encoder = isinstance(model, DecoderFree) and not isinstance(policy, EncodesForPolicy)
     return EncodedPolicy(policy, cast(DecoderFree, model)) if needs_encoder else policy
 
 

@@ -44,7 +44,7 @@ class Actor[Info](Protocol):
 
 
 @dataclass(frozen=True)
-class Decided:
+class PolicyOutput:
     """A policy's `Decision` and the observation tensors [B, H, ...] that it was computed from."""
 
     seen: TensorObservation
@@ -77,7 +77,7 @@ class PolicyActor:
         if isinstance(self.generator, EpisodeGenerator):
             self.generator.begin(seeds, rows)
 
-    def choose(self, observation: Observation, rows: Array | None = None) -> tuple[Array, Decided]:
+    def choose(self, observation: Observation, rows: Array | None = None) -> tuple[Array, PolicyOutput]:
         """Return the next chunk [B, C, A] float64 and the `Decision`.
 
         rows: rows that make a decision, [B] bool or indices; the noise of the others does not advance. None: all.

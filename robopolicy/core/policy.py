@@ -158,7 +158,7 @@ class ConvertibleToTrainable(Protocol):
 
 
 @runtime_checkable
-class Resumes(Protocol):
+class ResumesDecision(Protocol):
     """A policy that can resume a partly generated action chunk, for trees in denoising chains or token sequences."""
 
     def resume(

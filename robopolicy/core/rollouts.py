@@ -194,7 +194,9 @@ class Rollouts:
         return Rollouts(**{item.name: changed(item.name) for item in fields(self)})
 
 
-def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False, images: bool = False) -> dict[str, Tensor]:
+def critic_observation(
+    rollouts: Rollouts, where: Tensor, *, following: bool = False, images: bool = False
+) -> dict[str, Tensor]:
     """Return the critic's inputs at the n action chunks `where` [B, T], or after them: key -> [n, ...]; `task` as
     index.
 
@@ -210,7 +212,7 @@ def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False, image
     return {**inputs, TASK: pick(rollouts.task)}
 
 
-def picker(where: Tensor) -> Callable[[Tensor], Tensor]:
+def row_selector(where: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a function that selects the n action chunks `where` [B, T] bool from tensors [B, T, ...], as rows [n,
     ...].
 

@@ -24,7 +24,7 @@ GROUNDS = (*MACHINE, "shards")
 _PACKAGES = ("robopolicy", "torch", "numpy", "mujoco", "diffusers", "gymnasium", "lerobot", "hydra-core")
 
 
-class Follower(Protocol):
+class MetricsListener(Protocol):
     """Receives each line of metrics.jsonl as it is written, such as an experiment tracker; must not raise."""
 
     def __call__(self, record: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ class Clock:
 
     def __init__(self, path: Path):
         self.path, self._began = path, time.perf_counter()
-        with reading(path, "Delete it: the run's elapsed time then restarts at 0"):
+        with read_errors(path, "Delete it: the run's elapsed time then restarts at 0"):
             self._before = float(read_object(path)["seconds"]) if path.exists() else 0.0
 
     @property

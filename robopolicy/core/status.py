@@ -128,7 +128,7 @@ def end(folder: Path, state: str = FINISHED) -> None:
 
 
 @contextmanager
-def ending() -> Generator[None, None, None]:
+def end_on_error() -> Generator[None, None, None]:
     """Mark all open runs as ended by an exception when one passes."""
     try:
         yield

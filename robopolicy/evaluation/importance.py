@@ -110,7 +110,7 @@ def with_densities(policy: Policy, episodes: Episodes, chains: Chains) -> Chains
     return replace(chains, log_density=log_densities(policy, episodes, chains).float())
 
 
-class ImportanceJudge:
+class ImportanceEvaluator:
     """Evaluator that weights logged episodes by the likelihood of their action chunks under a policy with exploration
     noise.
 

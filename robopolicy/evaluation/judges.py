@@ -74,7 +74,7 @@ class ModelEvaluator:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedDecisions:
     """Input of evaluators on recorded data: action chunks, their critic interface, and the initial states to evaluate.
 
     bounds: the lowest and highest value that rewards allow; starts: [S] int64, first frames of episodes; ceiling: the

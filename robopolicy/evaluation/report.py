@@ -198,7 +198,7 @@ def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
         "Minimum of several interleaved measurements, and the error of the actions; the filled marker is the chosen "
         "method."
     )
-    report.sections.append(Section("Time and error", caption, svg=plots.ways_of_deciding(ways, chosen_method)))
+    report.sections.append(Section("Time and error", caption, svg=plots.inference_methods(ways, chosen_method)))
     caption = " ".join(
         ["* marks the chosen method.", *(f"{name} was excluded: {reason}." for name, reason in left_out.items())]
     )

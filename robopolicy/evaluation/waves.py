@@ -134,7 +134,7 @@ class SavedBatches:
         self._known: dict[str, tuple[EpisodeBatch, float]] = {}
         records = read_json_lines(path)
         if records and records[0] == of:
-            with reading(path, "Delete it: the episodes are then played again"):
+            with read_errors(path, "Delete it: the episodes are then played again"):
                 self._known = {each["key"]: (_read(each["wave"]), each["seconds"]) for each in records[1:]}
         lines = [json.dumps(of), *(_line(key, *entry) for key, entry in self._known.items())]
         write_atomic(path, "\n".join(lines) + "\n")

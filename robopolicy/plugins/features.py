@@ -27,7 +27,7 @@ def feature(key: str, field: Field) -> NamedFeature:
 
 def require_names(fields: Mapping[str, Field], features: Mapping[str, PolicyFeature]) -> None:
     """Raise SpecError if a feature's element names or unit differ from those of the policy's field with the same key;
-    see `spec.require_alike`. LeRobot compares the shapes.
+    see `spec.require_consistent_fields`. LeRobot compares the shapes.
     """
     declared = {key: each.field for key, each in features.items() if isinstance(each, NamedFeature)}
     pairs = {

@@ -191,9 +191,9 @@ class DenoisingPolicy(nn.Module):
         return self.part.first
 
     @property
-    def began_elsewhere(self) -> bool:
-        """Whether the policy's network was pretrained elsewhere; see `abilities.BeganElsewhere`."""
-        return began_elsewhere(self.network)
+    def is_pretrained(self) -> bool:
+        """Whether the policy's network was pretrained elsewhere; see `abilities.IsPretrained`."""
+        return is_pretrained(self.network)
 
     def mapping_for(self, world: WorldSpec) -> str:
         """Implement `abilities.MapsFeatures.mapping_for`; "" if its network uses robopolicy's names."""

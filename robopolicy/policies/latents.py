@@ -36,7 +36,7 @@ class ExecutedSlice:
 
 
 @runtime_checkable
-class OwnLatents(Protocol):
+class CustomLatents(Protocol):
     """Optional: a network that was trained elsewhere, with its own latents, schedule and error.
 
     latent_size: elements L of a latent, of which the first A represent the action; first_step: number of predicted

@@ -52,7 +52,7 @@ def how_to_explore(network: object) -> str:
 
 
 @dataclass(frozen=True)
-class Draws:
+class NoiseDraws:
     """Random numbers for B action chunks.
 
     start: initial noise [B, P, A]; steps: noise of every step [K, B, P, A], None for the noise-free sampler; quiet:
@@ -67,7 +67,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ResumedSteps:
     """Steps kept from earlier action chunks, so that trees can branch inside chains.
 
     chain: earlier latents [B, K'+1, P, A]; count: number of scored steps to keep [B]: 0 keeps only the input of the

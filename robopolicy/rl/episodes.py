@@ -138,7 +138,7 @@ def allocate_branches_by_group(groups: Sequence[int], surprises: Sequence[float]
     return branches
 
 
-def moved(before: Mapping[str, Any], after: Mapping[str, Any], still: float = 1e-3) -> Array:
+def changed_rows(before: Mapping[str, Any], after: Mapping[str, Any], still: float = 1e-3) -> Array:
     """Return the rows whose vector fields changed during a chunk, [B] bool, by more than `still` times their standard
     deviation over the rows.
 

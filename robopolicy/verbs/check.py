@@ -118,7 +118,7 @@ def checker(config: Config, target: str) -> tuple[str, Callable[[], list[str]]]:
 
 def refuse_file(path: Path) -> None:
     """Raise an error that describes the file at `path` and its use, if there is one."""
-    if description := described_path(path):
+    if description := describe_path(path):
         refuse_data(path)
         raise ConfigError(f"{path} is {description}. {CHECKED}")
 

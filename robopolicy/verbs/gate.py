@@ -10,9 +10,9 @@ accepted, 1: rejected.
 """
 
 from robopolicy.building.judges import (
-    build_judges,
-    clipped,
-    recorded_for_gate,
+    build_evaluators,
+    clipped_fraction,
+    gate_episodes,
     warn_of_critics_alone,
     warn_of_divergence,
 )
@@ -46,6 +46,6 @@ def run(config: Config) -> int:
     warn_of_divergence(judges)
     output.print(verdict.line("the candidate"))
     warn_of_critics_alone(section, verdict.accepted)
-    finish(config, folder, {"gate": verdict.to_json(), **clipped(judges)})
+    finish(config, folder, {"gate": verdict.to_json(), **clipped_fraction(judges)})
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0 if verdict.accepted else 1

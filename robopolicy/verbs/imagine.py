@@ -102,7 +102,7 @@ class Worlds:
         """Return the form of `policy` that acts in the real environment: with the model's encoder in front if the model
         has no decoder.
         """
-        return behind(self.imagined.model, policy)
+        return with_model_encoder(self.imagined.model, policy)
 
     def close(self) -> None:
         """Close all three worlds."""

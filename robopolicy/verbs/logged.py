@@ -165,7 +165,7 @@ def label_success(episodes: Episodes, path: Path) -> Tensor:
     return has_succeeded
 
 
-def say_decisions(data: Decisions) -> None:
+def print_decisions(data: Decisions) -> None:
     """Print the number of action chunks used and why others are omitted; raises DataError when none is left."""
     steps = data.episodes.step_count
     left_out = steps - len(data)

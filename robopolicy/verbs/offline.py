@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from robopolicy.building.judges import build_judges, clipped, warn_of_critics_alone, warn_of_divergence
-from robopolicy.building.policies import as_seen_in, load_policy
+from robopolicy.building.judges import build_evaluators, clipped_fraction, warn_of_critics_alone, warn_of_divergence
+from robopolicy.building.policies import adapt_policy_to_world, load_policy
 from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.recorded import GateSection
@@ -142,7 +142,7 @@ def refuse_unread(section: GateSection) -> None:
 
 def learn_critic(
     config: Config, policy: Trainable, episodes: Episodes, folder: RunFolder, device: torch.device
-) -> Lesson:
+) -> OfflineContext:
     """Fit a critic to the recorded action chunks, and to imagined ones if configured; return it with the data and its
     interface.
     """

@@ -71,7 +71,7 @@ VERB = Verb(
 
 
 @dataclass(frozen=True)
-class Beginning:
+class InitialState:
     """Initial state of online learning: the learner, the policy of the warm-up, and the recorded action chunks."""
 
     policy: AgentPolicy | SteeredPolicy

@@ -457,6 +457,6 @@ keep_former_names(
         "named_pictures": "named_images",
         "Part": "VectorEntry",
         "reading": "read_box",
-        "BoxReading": "BoxReading",
+        "Reading": "BoxReading",
     },
 )

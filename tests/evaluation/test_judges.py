@@ -196,7 +196,7 @@ def test_scores_of_judges_by_hand():
     assert best_evaluator({"right": score, "wrong": wrong, "shy": shy}) == "right"
     assert best_evaluator({"wrong": wrong}) is None
     with pytest.raises(DataError, match="at least three policies"):
-        score_judge("few", truth[:2], right[:2])
+        score_evaluator("few", truth[:2], right[:2])
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class BatchesSteps(Protocol):
         """Predict [N, k, P, L] for k latents of each row, x [N, k, P, L] at times [N, k], as `denoise` does for one."""
         ...
 
-    def pays(self, x: Tensor, condition: Condition) -> bool:
+    def is_faster(self, x: Tensor, condition: Condition) -> bool:
         """Whether `denoise_several` is faster than copying the condition, for x [N, k, P, L]."""
         ...
 

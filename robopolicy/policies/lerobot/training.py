@@ -243,13 +243,15 @@ class LeRobotNetwork(LeRobotModule):
             return self.family.draw_levels(count)
 
     def why_always_as_many(self) -> str:
-        """Return the reason why LeRobot cannot take fewer steps with these weights, "" if it can; see `OwnLatents`."""
+        """Return the reason why LeRobot cannot take fewer steps with these weights, "" if it can; see
+        `CustomLatents`.
+        """
         inner: Any = self.policy
         return why_steps_are_fixed(inner, self.family.steps_setting)
 
     def of_steps(self, steps: int) -> Self:
         """Return a copy with `steps` denoising steps in its config, the number that LeRobot then takes; see
-        `OwnLatents`.
+        `CustomLatents`.
 
         Raises ConfigError when LeRobot's sampler cannot reproduce the copy's decisions.
         """
