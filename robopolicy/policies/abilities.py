@@ -56,7 +56,7 @@ class IsPretrained(Protocol):
 
 def is_pretrained(policy: object) -> bool:
     """Whether a policy, or its settings, starts from weights that were pretrained elsewhere."""
-    former = getattr(policy, "is_pretrained", False)  # the member's name before version 0.2
+    former = getattr(policy, "began_elsewhere", False)  # the member's name before version 0.2
     return bool(policy.is_pretrained if isinstance(policy, IsPretrained) else former)
 
 
