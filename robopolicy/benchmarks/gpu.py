@@ -30,7 +30,7 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.data.lerobot_reading import read_dataset
-from robopolicy.inference.comparison import timed
+from robopolicy.inference.comparison import time_decisions
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.runs import RESULT, is_complete, output
@@ -360,7 +360,7 @@ def _called(lab: Lab, count: int, device: torch.device, engine: Any) -> Row:
     base = lab.base("push_t", "transformer", *TRANSFORMER)
     policy = with_engine(load_policy(base, device), InferenceConfig(engine))
     observation = example_observation(policy.spec, count, torch.Generator().manual_seed(0), device)
-    timing = timed({engine: policy}, observation, 10 * lab.size.rounds)[engine]
+    timing = time_decisions({engine: policy}, observation, 10 * lab.size.rounds)[engine]
     return {"rate": count / timing.median, **timing.to_json()}
 
 

@@ -43,7 +43,7 @@ class RecoversLatents(Protocol):
         ...
 
 
-class ExpertRows:
+class ExpertMixer:
     """Adds expert episodes to each iteration's own, fraction `share` of their number, sampled again for each iteration.
 
     rewards: reward functions applied to the recorded rewards, the same as for the policy's own rollouts. Raises

@@ -14,7 +14,7 @@ import mujoco
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, RobopolicyError, did_you_mean
-from robopolicy.core.registry import Registry, fixed_arguments, require_types
+from robopolicy.core.registry import Registry, named_arguments, require_types
 
 PHYSICS = Registry(
     "physics engine",
@@ -79,7 +79,7 @@ def make_physics(
     the engine cannot be created.
     """
     make = PHYSICS.load(name)
-    known = [each for each in fixed_arguments(make) if each not in ("model", "batch_size", "threads")]
+    known = [each for each in named_arguments(make) if each not in ("model", "batch_size", "threads")]
     for option in options:
         if option not in known:
             listing = f"It has {', '.join(known)}." if known else "It has none."

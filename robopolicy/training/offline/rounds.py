@@ -39,7 +39,7 @@ class GateDecision(Protocol):
 class Decides(Protocol):
     """Gate: decides whether a candidate replaces the incumbent."""
 
-    def decide(self, candidate: Policy, incumbent: Policy) -> Verdict:
+    def decide(self, candidate: Policy, incumbent: Policy) -> GateDecision:
         """Evaluate both policies again and compare them."""
         ...
 
