@@ -46,11 +46,11 @@ def acting_guidance_of(config: Config, world: World, policy: Trainable) -> Guida
     needs, device = section.resolved().needs, choose_device(config.run)
     teacher = None
     if section.teacher is not None and section.teacher_fraction:
-        teacher = teacher_of(config, section.teacher, world, policy, needs)
+        teacher = load_teacher(config, section.teacher, world, policy, needs)
     return Guidance(teacher, acting=planned_acting(config.plan, world, config.world.model, device))
 
 
-def experts_of(config: Config, world: World) -> Episodes:
+def load_experts(config: Config, world: World) -> Episodes:
     """Read the successful episodes of finetune.expert_datasets, by default from the dataset that `collect` wrote."""
     paths = config.finetune.expert_datasets or (
         default_path(config, "collect", "dataset", None, "finetune.expert_datasets"),

@@ -20,16 +20,16 @@ from robopolicy.building.workers import Workers
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, RobopolicyNote
-from robopolicy.core.policy import Policy, RecordsMeans, TakesAdapters, Trainable
+from robopolicy.core.policy import Policy, RecordsMeans, SupportsLora, Trainable
 from robopolicy.core.pools import Pool
 from robopolicy.core.run import grounds
 from robopolicy.core.structured import from_plain, narrowed, to_plain
 from robopolicy.core.tensors import to_arrays, to_tensors
 from robopolicy.core.world import World
-from robopolicy.evaluation.waves import Wave, play_wave
-from robopolicy.nn.pieces import in_pieces
-from robopolicy.nn.precision import learning_in
-from robopolicy.nn.sharing import learned, load_learned
+from robopolicy.evaluation.waves import EpisodeBatch, play_episode_batch
+from robopolicy.nn.pieces import in_micro_batches
+from robopolicy.nn.precision import training_precision
+from robopolicy.nn.sharing import load_trainable_state, trainable_state
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.registry import Need
 from robopolicy.training.collection import ShardPlayer, ShardWorkers
@@ -48,7 +48,7 @@ def add_lora(policy: Policy, rank: int) -> None:
     """Train LoRA adapters of this rank instead of the policy's weights; ConfigError for policies without adapters."""
     if not rank:
         return
-    if not isinstance(policy, TakesAdapters):
+    if not isinstance(policy, SupportsLora):
         raise ConfigError(
             f"finetune.lora_rank={rank}: {type(policy).__name__} does not support LoRA adapters. Token policies do."
         )
@@ -103,13 +103,13 @@ class TunedPlayers:
 
     def play(
         self, batches: Sequence[np.ndarray], noise_seed: int, deterministic: bool
-    ) -> Iterator[tuple[int, Wave, float]]:
+    ) -> Iterator[tuple[int, EpisodeBatch, float]]:
         """Yield place in `batches`, outcomes and seconds of every batch of seeds [n], in order of arrival."""
-        common = {"job": self.job, "weights": self.pool.put(to_arrays(learned(self.policy)))}
+        common = {"job": self.job, "weights": self.pool.put(to_arrays(trainable_state(self.policy)))}
         common |= {"noise_seed": int(noise_seed), "deterministic": deterministic}
         items = [{**common, "seeds": seeds} for seeds in batches]
         for place, played in self.pool.map(f"{__name__}:play_tuned", items):
-            yield place, Wave(**played["wave"]), float(played["seconds"])
+            yield place, EpisodeBatch(**played["wave"]), float(played["seconds"])
 
 
 class OneAtATime:
@@ -163,19 +163,19 @@ _places: dict[str, _Place] = {}
 def play_shard(job: Mapping[str, Any], weights: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, Any]:
     """Play one batch of one shard in a worker; see `ShardPlayer.play`. weights: learned weights, name -> array."""
     player = _place_with(job, weights).player
-    with learning_in(player.config.precision), in_pieces(player.config.micro_batch):
+    with training_precision(player.config.precision), in_micro_batches(player.config.micro_batch):
         return to_arrays(player.play(item))
 
 
 def play_tuned(
     job: Mapping[str, Any], weights: Mapping[str, Any], seeds: np.ndarray, noise_seed: int, deterministic: bool
 ) -> dict[str, Any]:
-    """Play one batch of an evaluation in a worker; return its outcomes (the fields of `Wave`) and seconds."""
+    """Play one batch of an evaluation in a worker; return its outcomes (the fields of `EpisodeBatch`) and seconds."""
     place = _place_with(job, weights)
     world, player = place.world_for_evaluation(), place.player
     options = {"deterministic": deterministic, "device": player.device}
     start = time.perf_counter()
-    wave = play_wave(world, player.policy, np.asarray(seeds), noise_seed, **options)
+    wave = play_episode_batch(world, player.policy, np.asarray(seeds), noise_seed, **options)
     return {"wave": asdict(wave), "seconds": time.perf_counter() - start}
 
 
@@ -188,7 +188,7 @@ def _place_with(job: Mapping[str, Any], weights: Mapping[str, Any]) -> _Place:
         _places.clear()
         _places[key] = _built(job)
     place = _places[key]
-    load_learned(place.player.policy, to_tensors(weights, place.player.device))
+    load_trainable_state(place.player.policy, to_tensors(weights, place.player.device))
     return place
 
 

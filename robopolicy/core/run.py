@@ -18,7 +18,7 @@ from robopolicy.core.storage import read_errors, read_json_lines, read_object, s
 CLOCK = "clock.json"
 MACHINE = ("threads", "processor", "instructions", "torch", "numpy", "mujoco")
 """Entries of versions.json that describe the machine and its packages and affect the last digits of results."""
-GROUNDS = (*MACHINE, "shards")
+REPRODUCIBILITY_KEYS = (*MACHINE, "shards")
 """Entries of versions.json that affect results and may change where a run resumes. shards: finetune.shards."""
 
 _PACKAGES = ("robopolicy", "torch", "numpy", "mujoco", "diffusers", "gymnasium", "lerobot", "hydra-core")
@@ -59,7 +59,8 @@ class RunFolder:
     def describe(self, config_yaml: str, seed: int, threads: int = 0, **grounds: int) -> None:
         """Write the composed config, the versions and the command that started the run.
 
-        threads: number of torch threads, 0 for the current number; grounds: settings that are in `GROUNDS`.
+        threads: number of torch threads, 0 for the current number; grounds: settings that are in
+        `REPRODUCIBILITY_KEYS`.
         """
         write_atomic(self.path / "config.yaml", config_yaml)
         (self.path / CLOCK).unlink(missing_ok=True)
@@ -73,7 +74,7 @@ class RunFolder:
         path = self.path / "versions.json"
         began: dict[str, Any] = read_object(path) if path.exists() else {}
         now: dict[str, Any] = versions() | ({"threads": threads} if threads else {}) | grounds
-        with reading(path):
+        with read_errors(path):
             before: dict[str, Any] = {"shards": 1} | began | began.get("packages", {})
             after: dict[str, Any] = now | now["packages"]
             names = [

@@ -123,7 +123,7 @@ def finetune(
     seed: int = 0,
     guidance: Guidance = NO_GUIDANCE,
     after_checkpoint: AfterCheckpoint | None = None,
-    oversight: Oversight | None = None,
+    oversight: StoppingSettings | None = None,
     workers: ShardWorkers | None = None,
 ) -> FinetuneResult:
     """Improve `policy` in `world`, in place.
@@ -159,7 +159,7 @@ class _Finetuning:
         judged: tuple[Evaluate | None, Confirm | None],
         seed: int,
         guidance: Guidance,
-        course: Course,
+        course: StoppingRule,
         workers: ShardWorkers | None,
     ):
         self.policy = policy.eval()
@@ -255,7 +255,7 @@ class _Finetuning:
     def _iterate(self) -> dict[str, float]:
         start = time.perf_counter()
         # evaluations are fp32, as whoever plays the checkpoint is
-        with learning_in(self.config.precision), in_pieces(self.config.micro_batch):
+        with training_precision(self.config.precision), in_micro_batches(self.config.micro_batch):
             if self.turns is not None and not self.config.staleness:  # batches in the background set it themselves
                 self.turns.begin(self._context.share)
             collected_rollouts = self.collector.collect(self.iteration)

@@ -81,11 +81,11 @@ def tune(config: Config, workers: Workers) -> int:
             f"{path} reads a world model's latent. Fine-tune it in that model: robopolicy imagine {path}."
         )
     policy = prepared(config, load_trainable(path, config.lerobot, device))
-    base_module = base.module if isinstance(base, HoldsModule) else base
+    base_module = base.module if isinstance(base, WrapsModule) else base
     if isinstance(base_module, nn.Module):
-        share(policy, base_module)
+        share_frozen(policy, base_module)
     world = build_world(config.world, base, batch_size=section.shard_envs, device=device)
-    say_memory(config, policy, base, world)
+    print_memory(config, policy, base, world)
     judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
     remember_origin(policy, origin_of_section(config.world, world) or origin_of(base))
     require_target(section.target_success, judging)
@@ -109,7 +109,7 @@ def tune(config: Config, workers: Workers) -> int:
         evaluate=job.evaluator(judging, section.evaluate_episodes, players),
         confirm=confirm,
         seed=config.run.seed,
-        guidance=guidance_of(config, world, config.world.model, policy),
+        guidance=load_guidance(config, world, config.world.model, policy),
         workers=on_workers.collecting,
     )
     seconds = clock.seconds
@@ -121,7 +121,7 @@ def tune(config: Config, workers: Workers) -> int:
     print_evaluations(verdicts)
     evidence = Evidence.of(job.folder.metrics(), finetuning.best)
     print_advice(verdicts, section, world.spec.horizon, finetuning.iterations, evidence, config.world.name)
-    result = {**began_from(path), **finetuning.course, "env_steps": finetuning.env_steps, "seconds": seconds}
+    result = {**starting_checkpoint(path), **finetuning.course, "env_steps": finetuning.env_steps, "seconds": seconds}
     restarted = sum(int(record.get("shards_restarted", 0)) for record in job.folder.metrics())
     job.finish(compared(verdicts) | result | ({"shards_restarted": restarted} if restarted else {}))
     return 0

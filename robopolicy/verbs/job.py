@@ -35,7 +35,13 @@ from robopolicy.core.tensors import file_hash
 from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.scores import Anchors, normalised_score
-from robopolicy.evaluation.success import Players, Verdict, evaluate_policy, judge, require_success
+from robopolicy.evaluation.success import (
+    Players,
+    PolicyEvaluation,
+    evaluate_both_modes,
+    evaluate_policy,
+    require_success,
+)
 from robopolicy.evaluation.tables import instruction_table
 from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.nn.precision import training_precision

@@ -15,7 +15,7 @@ from robopolicy.core.registry import load_dotted
 from robopolicy.core.structured import from_plain
 from robopolicy.core.tensors import to_arrays, to_tensors
 from robopolicy.core.world import Snapshot
-from robopolicy.nn.sharing import load_learned
+from robopolicy.nn.sharing import load_trainable_state
 from robopolicy.training.collection import ShardPlayer
 from robopolicy.training.configuration import FinetuneConfig
 
@@ -64,7 +64,7 @@ def play_shard(job, weights, item):
         os.kill(os.getpid(), signal.SIGKILL)
     if not _players:
         _players.append(player_of(job))
-    load_learned(_players[0].policy, to_tensors(weights))
+    load_trainable_state(_players[0].policy, to_tensors(weights))
     return to_arrays(_players[0].play(item))
 
 

@@ -11,7 +11,7 @@ from robopolicy.nn.sharing import copy_trainable
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
-from robopolicy.training.acting import Acting, TeacherTurns
+from robopolicy.training.acting import Acting, TeacherSchedule
 from robopolicy.training.collection.copies import BackgroundCollector, DelayedCollector, PropsCollector
 from robopolicy.training.collection.episodes import EpisodeCollector, StreamCollector, start_pool
 from robopolicy.training.collection.protocol import BatchCollector, Collector
@@ -47,7 +47,7 @@ def make_collector(
     pairs: Pairs | None = None,
     *,
     images: Keeping = "plain",
-    turns: TeacherTurns | None = None,
+    turns: TeacherSchedule | None = None,
     workers: ShardWorkers | None = None,
 ) -> Collector:
     """Build the collector of `policy`: synchronous, in a background thread, with delayed weights, or in parts (PROPS).

@@ -34,7 +34,7 @@ from robopolicy.nn.pieces import scores_of
 from robopolicy.nn.sharing import load_trainable_state, trainable_state
 from robopolicy.rl.weights import step_mean
 from robopolicy.training.collection.protocol import BatchCollector, Reports
-from robopolicy.training.experience import decisions_at, rescored
+from robopolicy.training.experience import decisions_at, recompute_log_probs
 
 
 class CopyCollector(ABC):
@@ -115,7 +115,7 @@ class BackgroundCollector(CopyCollector):
         restart = min((iteration // self.restart_every + 1) * self.restart_every, self.iterations)
         self._next = max(first, min(iteration + self.staleness + 1, restart))
         if first < self._next:
-            weights = {name: value.detach().clone() for name, value in learned(self.policy).items()}
+            weights = {name: value.detach().clone() for name, value in trainable_state(self.policy).items()}
             for number in range(first, self._next):
                 self._batches[number] = self._submit(self._batch, number, iteration, weights)
         rollouts = self._batches.pop(iteration).result()
@@ -148,7 +148,7 @@ class BackgroundCollector(CopyCollector):
         return self._thread.submit(partial(copy_context().run, work, *args, **kwargs))
 
     def _batch(self, number: int, version: int, weights: Mapping[str, Tensor]) -> Rollouts:
-        load_learned(self.actor, weights)
+        load_trainable_state(self.actor, weights)
         self.begin(number)
         return self.collector.batch(number, version)
 

@@ -1,10 +1,10 @@
 """Sharded collection: the rows of an iteration are divided into S shards, which any process can play.
 
 A shard's batch is a function of the policy's weights, the shard's state and the batch number. Its random numbers are
-those of `derive(seed, "act/<batch>/<shard>")`; its state, a snapshot of the world and the running episodes, is passed
-to the batch and returned by it. So results depend on the number of shards, and neither on the number of workers, nor on
-their order of arrival, nor on the death of one. Batches are merged in the order of the shards. A world whose state
-cannot be passed to another process (see `plain_snapshot`) starts new episodes in every batch of a shard.
+those of `derive_seed(seed, "act/<batch>/<shard>")`; its state, a snapshot of the world and the running episodes, is
+passed to the batch and returned by it. So results depend on the number of shards, and neither on the number of workers,
+nor on their order of arrival, nor on the death of one. Batches are merged in the order of the shards. A world whose
+state cannot be passed to another process (see `plain_snapshot`) starts new episodes in every batch of a shard.
 """
 
 import math
@@ -21,15 +21,15 @@ from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.pools import Pool
-from robopolicy.core.randomness import derive, episode_seeds
+from robopolicy.core.randomness import derive_seed, episode_seeds
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.tensors import bytes_of, to_arrays, to_tensors
 from robopolicy.core.world import Snapshot, Snapshots, World, plain_snapshot
-from robopolicy.nn.sharing import learned
+from robopolicy.nn.sharing import trainable_state
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.collect import Streams, play, start_streams
 from robopolicy.rl.episodes import EpisodePlayer, Request
-from robopolicy.training.acting import TeacherTurns
+from robopolicy.training.acting import TeacherSchedule
 from robopolicy.training.collection.episodes import EpisodeCollector, branching_of
 from robopolicy.training.collection.protocol import while_collecting
 from robopolicy.training.configuration import FinetuneConfig
@@ -67,7 +67,7 @@ class ShardPlayer:
         policy: Trainable,
         config: FinetuneConfig,
         acts: Policy | None = None,
-        turns: TeacherTurns | None = None,
+        turns: TeacherSchedule | None = None,
     ):
         self.world = world
         self.policy = policy
@@ -88,7 +88,7 @@ class ShardPlayer:
 
     def _generator(self, item: Item) -> torch.Generator:
         name = "/".join(str(item[key]) for key in ("number", "shard", "part") if key in item)
-        return torch.Generator(self.device).manual_seed(derive(item["seed"], f"act/{name}"))
+        return torch.Generator(self.device).manual_seed(derive_seed(item["seed"], f"act/{name}"))
 
     def _play_streams(self, item: Item) -> dict[str, Any]:
         state = item["state"]
@@ -186,7 +186,7 @@ class Shards:
         self.states: list[Mapping[str, Any] | None] = [None] * self.count
         self.held: list[set[int]] = [set() for _ in range(self.count)]
         self.reports: dict[int, Counter[str]] = {}
-        self._names = tuple(learned(learner))
+        self._names = tuple(trainable_state(learner))
         self._has_warned = False
 
     def play(self, number: int, version: int, items: Sequence[Mapping[str, Any]]) -> list[Rollouts]:
