@@ -123,7 +123,7 @@ def finetune(
     seed: int = 0,
     guidance: Guidance = NO_GUIDANCE,
     after_checkpoint: AfterCheckpoint | None = None,
-    oversight: StoppingSettings | None = None,
+    stopping: StoppingSettings | None = None,
     workers: ShardWorkers | None = None,
 ) -> FinetuneResult:
     """Improve `policy` in `world`, in place.

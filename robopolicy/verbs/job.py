@@ -36,7 +36,7 @@ from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.scores import Anchors, normalised_score
 from robopolicy.evaluation.success import (
-    Players,
+    BatchPlayer,
     PolicyEvaluation,
     evaluate_both_modes,
     evaluate_policy,
@@ -81,7 +81,7 @@ class Job:
         return Job(config, folder, choose_device(config.run))
 
     def evaluator(
-        self, world: World, episodes: int, players: Callable[[], Players | None] = lambda: None
+        self, world: World, episodes: int, players: Callable[[], BatchPlayer | None] = lambda: None
     ) -> Callable[..., dict[str, float]]:
         """Return the validation function of a learning policy: (policy, deterministic=True) -> metrics.
 
