@@ -138,7 +138,7 @@ def test_what_ends_half_way_leaves_nothing_of_other_settings(root, monkeypatch):
 def test_an_evaluation_that_is_broken_off_goes_on_and_ends_where_an_unbroken_one_does(root, monkeypatch, capsys):
     base = root / "train" / "reach_planar" / "0" / "checkpoint"
     shared = [f"evaluate.policy={base}", "world.batch_size=3"]  # 8 episodes: three waves in each mode
-    played, play = [], success.play_wave
+    played, play = [], success.play_episode_batch
 
     def mortal(*given, **told):
         played.append(told["deterministic"])

@@ -133,7 +133,7 @@ def finetune(
     `checkpoint/` and the resume point. `checkpoint/` is the policy that reached the target, else the best evaluated one
     (the base included), or the last one without `evaluate`; at the end `policy` has its weights. After a kill the same
     call resumes and, on a CPU with the same number of threads, gives byte-identical results. guidance: extra inputs
-    that some mechanisms need. seed: root of all random numbers. oversight: stopping settings with real evaluation, in
+    that some mechanisms need. seed: root of all random numbers. stopping: stopping settings with real evaluation, in
     place of config.patience. With config.shards > 1, `world` has the rows of one shard; workers: that play the
     shards, None to play them here, one after the other. Results do not depend on them.
 

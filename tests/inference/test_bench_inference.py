@@ -98,7 +98,9 @@ def test_times_are_taken_anew_and_success_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(inference, "recorded", lambda *case: observation)
     monkeypatch.setattr(inference, "judged", lambda *case: judged.append(1) or {"success_rate": 0.5})
     monkeypatch.setattr(
-        inference, "timed", lambda made, first, rounds: dict.fromkeys(made, Timing(np.full(rounds, next(clock))))
+        inference,
+        "time_decisions",
+        lambda made, first, rounds: dict.fromkeys(made, Timing(np.full(rounds, next(clock)))),
     )
 
     def found(*settings: str) -> dict[str, Any]:

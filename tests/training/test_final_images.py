@@ -140,7 +140,7 @@ CONFIG = FinetuneConfig(
 @pytest.mark.parametrize("algorithm", ["dppo", "grpo"])
 def test_rollouts_hold_images_only_where_somebody_looks(train_encoder, auxiliaries, seen, algorithm, monkeypatch):
     config = replace(CONFIG, algorithm=algorithm, auxiliaries=auxiliaries)
-    kept, asked = [], finetuning.keeps_images
+    kept, asked = [], finetuning.needs_images
     monkeypatch.setattr(
         finetuning, "needs_images", lambda *given, **told: kept.append(asked(*given, **told)) or kept[-1]
     )
