@@ -123,6 +123,8 @@ def trusted_options(origin: WorldOrigin, where: object, given: Mapping[str, Any]
     of `check_saved_options`.
     """
     saved_options = {key: value for key, value in origin.options.items() if key not in given}
+    if given.get("physics", (engine := origin.options.get("physics", "native"))) != engine:
+        saved_options.pop("physics_options", None)  # of the engine that is replaced
     check_saved_options(saved_options, where)
     for key, value in saved_options.items():
         for path in texts(value):

@@ -15,6 +15,7 @@ from robopolicy.cli import main
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.testing.controller import check_controller
+from robopolicy.testing.world import check_world
 from sims.registry import make_world
 from worldmodels import load_world_model
 
@@ -370,3 +371,18 @@ def test_a_tracker(tmp_path):
     assert main(["train", *settings, *small]) == 0
     lines = (tmp_path / "train" / "reach_planar" / "0" / "lines.txt").read_text().splitlines()
     assert lines[0] == "train-reach_planar-0" and lines[1].startswith("100 ") and lines[-1] == "finished"
+
+
+@pytest.mark.parametrize("physics", ["stepped", f"{PACKAGE}.physics:Stepped"])
+def test_a_physics_engine(tmp_path, physics):
+    check_world(lambda rows: make_world("push_cube", rows, physics=physics), renders=False)
+    worlds = make_world("pick_place", 4), make_world("pick_place", 4, physics=physics, physics_options={"slower": 2})
+    actions = np.random.default_rng(0).uniform(-1, 1, (4, 10, 4))
+    for world in worlds:
+        world.reset(seeds=np.arange(4))
+        world.step(actions)
+    states = [world.snapshot().arrays["state"] for world in worlds]
+    assert np.array_equal(*states)
+    settings = ["world=reach_planar", f"world.options.physics={physics}", "collect.episodes=4"]
+    assert robopolicy("collect", *settings, root=tmp_path) == 0
+    assert result(tmp_path, "collect", "reach_planar")["success_rate"] == 1.0

@@ -84,8 +84,7 @@ def make_physics(
         if option not in known:
             listing = f"It has {', '.join(known)}." if known else "It has none."
             raise ConfigError(
-                f"world.options.physics={name} has no option '{option}'.{did_you_mean(option, known)} {listing} To "
-                "drop options that a checkpoint recorded, set world.options.physics_options=null."
+                f"world.options.physics={name} has no option '{option}'.{did_you_mean(option, known)} {listing}"
             )
     require_types(make, options, OPTIONS)
     try:
