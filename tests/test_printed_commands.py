@@ -29,7 +29,7 @@ VALUE = r"\[[^\]\s]*\]|\{[^}\s]*\}|\"[^\"]*\"|'[^']*'|[^\s,;)`'\"]+"
 SETTING = re.compile(rf"(?<![\w./{{}}-])((?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+)(?:=({VALUE}))?")
 COMMAND = re.compile(r"(?:^|[`'\" (])robopolicy ([a-z_]+)")
 PROSE = {"and", "can", "of", "or", "that", "checkpoint", "checkpoints", "error", "key", "name", "observation", "policy"}
-PROSE |= {"servers", "worlds"}
+PROSE |= {"in", "only", "servers", "world", "worlds"}
 """What follows the word robopolicy in sentences about it."""
 NO_SETTING = re.compile(
     r".*\.(json|html|jinja|mp4)|lerobot\.(policies|datasets|processor|scripts)\b.*|policy\.(log_prob|loss)"

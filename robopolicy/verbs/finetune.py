@@ -3,7 +3,7 @@ base.
 
 Progress is measured on validation seeds; the final evaluation uses other seeds. If interrupted, run the same command
 again: it resumes from the last checkpoint and gives the same result. world=worldmodel fine-tunes in imagination.
-finetune.shards=N workers.count=N collects in N processes; results depend on finetune.shards, not on the workers.
+finetune.shards=4 workers.count=4 collects in 4 processes; results depend on finetune.shards, not on the workers.
 """
 
 from contextlib import nullcontext
