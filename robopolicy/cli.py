@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from robopolicy import __version__
+from robopolicy.core import replicas
 from robopolicy.core.errors import (
     ConfigError,
     RobopolicyError,
@@ -74,18 +75,26 @@ def main(arguments: list[str] | None = None) -> int:
         output.print(f"robopolicy {__version__}")
         return 0
     try:
+        replicas.join()
         try:
             with end_on_error():
-                return run_verb(arguments[0], arguments[1:], output)
+                status = run_verb(arguments[0], arguments[1:], output)
+            replicas.leave()
+            return status
         except Exception as error:
-            if is_interruption(error):
+            if not replicas.reports():
+                replicas.end(INTERRUPTED if replicas.was_interrupted() else 2)
+            if is_interruption(error) or replicas.was_interrupted():
                 return _interrupted(arguments[0])
             if not (message := in_a_sentence(error)):
                 raise
             text = f"[bold red]Error:[/] {escape(message)}"
             Console(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True)
+            replicas.end(2)
             return 2
     except KeyboardInterrupt:
+        if not replicas.reports():
+            replicas.end(INTERRUPTED)
         return _interrupted(arguments[0])
 
 
@@ -99,6 +108,7 @@ def _interrupted(verb: str) -> int:
         if not declaration(verb).resumes:
             again = "Running the same command starts again from the beginning."
         Console(stderr=True, emoji=False).print(f"\nInterrupted. {again}")
+        replicas.end(INTERRUPTED)
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, before)
@@ -121,6 +131,12 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
     if name not in VERBS:
         raise ConfigError(f"'{name}' is not a verb.{did_you_mean(name, VERBS.names())}")
     verb = declaration(name)
+    if replicas.count() > 1 and not verb.replicas:
+        several = ", ".join(each for each in VERBS.names() if declaration(each).replicas)
+        raise ConfigError(
+            f"'{name}' runs in one process, but {replicas.count()} were started: start it without torchrun or "
+            f"accelerate. Verbs that train data-parallel: {several}."
+        )
     help_place = next((place for place, argument in enumerate(arguments) if argument in HELP), None)
     if help_place is not None:
         after = [argument for argument in arguments[help_place:] if argument not in HELP]

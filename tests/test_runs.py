@@ -220,6 +220,15 @@ def test_a_run_that_goes_on_with_other_threads_says_so(tmp_path):
     opened(2)
 
 
+def test_a_run_that_goes_on_in_another_number_of_processes_says_so(tmp_path, monkeypatch):
+    arguments = [f"run.root={tmp_path}", "run.name=x", "run.threads=1"]
+    folder = open_run(compose(arguments), "train", ("run",)).path
+    (folder / "metrics.jsonl").write_text("")
+    monkeypatch.setattr("robopolicy.core.replicas.count", lambda: 2)
+    with pytest.warns(RobopolicyWarning, match="replicas was 1, now 2"):
+        open_run(compose(arguments), "train", ("run",))
+
+
 def test_the_time_of_a_run_is_that_of_every_process_that_was_at_it(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("robopolicy.core.run.time.perf_counter", lambda: now[0])

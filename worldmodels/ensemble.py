@@ -143,6 +143,14 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         success_rows = {name: value for name, value in batch.items() if name.startswith("success")}
         return {"dynamics": likelihood.mean(0) + bounds, **self.heads.loss(first | success_rows, generator)}
 
+    def rows(self, batch: Mapping[str, Tensor]) -> int:
+        """Return the number of rows N of a batch for `loss`, tensors [M, N, ...] or [N, ...]."""
+        return len(batch["success_label"])
+
+    def divided(self, batch: Mapping[str, Tensor], own: slice) -> dict[str, Tensor]:
+        """Return the rows `own` of a batch for `loss`: n of N, in tensors [M, n, ...] or [n, ...]."""
+        return {name: value[own] if name.startswith("success") else value[:, own] for name, value in batch.items()}
+
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
         """Yield training batches indefinitely; each member samples its own steps, and the only state is `generator`.
 

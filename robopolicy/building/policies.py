@@ -10,6 +10,7 @@ import torch
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import AUTO, InferenceSection
 from robopolicy.configuration.sections.run import RunSection
+from robopolicy.core import replicas
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError
 from robopolicy.core.former_names import keep_former_names
@@ -36,16 +37,33 @@ from worldmodels.protocol import DecoderFree, EncodesForPolicy, WorldModel, enco
 
 
 def choose_device(run: RunSection) -> torch.device:
-    """Return the device of `run.device` (auto: CUDA when there is one) and set the number of CPU threads."""
+    """Return the device of `run.device` (auto: CUDA when there is one) and set the number of CPU threads.
+
+    Each process of a data-parallel run has its own GPU; raises ConfigError when there are too few.
+    """
     limit_threads(run.threads)
     if run.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return _own_gpu() if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(run.device)
     except RuntimeError as error:
         raise ConfigError(f"run.device={run.device} is not a device: use auto, cpu or cuda.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device=cuda, but no CUDA device is visible: use run.device=cpu.")
+    return _own_gpu() if device.type == "cuda" and replicas.count() > 1 else device
+
+
+def _own_gpu() -> torch.device:
+    """Return the GPU of this process."""
+    if replicas.count() == 1:
+        return torch.device("cuda")
+    if replicas.local_rank() >= torch.cuda.device_count():
+        raise ConfigError(
+            f"{replicas.local_count()} processes were started on a machine with {torch.cuda.device_count()} GPUs: "
+            "start one per GPU, or set run.device=cpu."
+        )
+    device = torch.device("cuda", replicas.local_rank())
+    torch.cuda.set_device(device)
     return device
 
 

@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from robopolicy.core import replicas
 from robopolicy.core.former_names import keep_former_names
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ def usable_threads() -> int:
 
 
 def free_memory(device: "torch.device") -> int | None:
-    """Return the free bytes of a device; None if the system does not report them."""
+    """Return the free bytes of a device, of the processor's memory those of each data-parallel process on this machine;
+    None if the system does not report them.
+    """
     if device.type == "cuda":
         import torch
 
@@ -98,7 +101,7 @@ def free_memory(device: "torch.device") -> int | None:
     if not MEMORY.is_file():
         return None
     lines = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines() if ":" in line)
-    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
+    return int(lines["MemAvailable"].split()[0]) * 1024 // replicas.local_count() if "MemAvailable" in lines else None
 
 
 def in_bytes(count: int) -> str:

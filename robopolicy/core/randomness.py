@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,10 @@ matches.
 _GAMMA = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
+ROW_DRAWS: ContextVar[Callable[..., Tensor] | None] = ContextVar("draws for some rows of a minibatch", default=None)
+"""How `normal`, `uniform` and `integers` draw for some rows of a minibatch: (function of a shape, shape, axis); see
+`core.row_draws`.
+"""
 _MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -123,7 +128,8 @@ def normal(
     if isinstance(generator, EpisodeGenerator):
         noise = generator.normal(shape, axis, dtype)
     else:
-        noise = torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype)
+        options: dict[str, Any] = {"generator": generator, "device": generator.device, "dtype": dtype}
+        noise = _drawn(lambda sizes: torch.randn(*sizes, **options), shape, axis)
     return noise if device is None else noise.to(device)
 
 
@@ -141,7 +147,8 @@ def uniform(
     if isinstance(generator, EpisodeGenerator):
         numbers = generator.uniform(shape, axis, dtype)
     else:
-        numbers = torch.rand(*shape, generator=generator, device=generator.device, dtype=dtype)
+        options: dict[str, Any] = {"generator": generator, "device": generator.device, "dtype": dtype}
+        numbers = _drawn(lambda sizes: torch.rand(*sizes, **options), shape, axis)
     return numbers if device is None else numbers.to(device)
 
 
@@ -154,8 +161,14 @@ def integers(
     if isinstance(generator, EpisodeGenerator):
         numbers = generator.integers(high, shape, axis)
     else:
-        numbers = torch.randint(high, tuple(shape), generator=generator, device=generator.device)
+        options: dict[str, Any] = {"generator": generator, "device": generator.device}
+        numbers = _drawn(lambda sizes: torch.randint(high, tuple(sizes), **options), shape, axis)
     return numbers if device is None else numbers.to(device)
+
+
+def _drawn(function: Callable[[Sequence[int]], Tensor], shape: Sequence[int], axis: int) -> Tensor:
+    draw = ROW_DRAWS.get()
+    return function(shape) if draw is None else draw(function, shape, axis)
 
 
 class EpisodeGenerator(torch.Generator):

@@ -31,6 +31,19 @@ class Regression(Regressor, Protocol):
 
 
 @runtime_checkable
+class DividesBatches(Protocol):
+    """A regressor whose batches have their rows in places of its own, for data-parallel training."""
+
+    def rows(self, batch: Any) -> int:
+        """Return the number of rows N of a batch."""
+        ...
+
+    def divided(self, batch: Any, own: slice) -> Any:
+        """Return the rows `own` of a batch."""
+        ...
+
+
+@runtime_checkable
 class Staged(Protocol):
     """A model that is trained in several stages."""
 

@@ -12,14 +12,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from robopolicy.core import replicas
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.storage import read_errors, read_json_lines, read_object, storage_errors, write_atomic, write_json
 
 CLOCK = "clock.json"
 MACHINE = ("threads", "processor", "instructions", "torch", "numpy", "mujoco")
 """Entries of versions.json that describe the machine and its packages and affect the last digits of results."""
-REPRODUCIBILITY_KEYS = (*MACHINE, "shards")
-"""Entries of versions.json that affect results and may change where a run resumes. shards: finetune.shards."""
+REPRODUCIBILITY_KEYS = (*MACHINE, "shards", "replicas")
+"""Entries of versions.json that affect results and may change where a run resumes. shards: finetune.shards; replicas:
+number of data-parallel processes.
+"""
 
 _PACKAGES = ("robopolicy", "torch", "numpy", "mujoco", "diffusers", "gymnasium", "lerobot", "hydra-core")
 
@@ -75,7 +78,7 @@ class RunFolder:
         began: dict[str, Any] = read_object(path) if path.exists() else {}
         now: dict[str, Any] = versions() | ({"threads": threads} if threads else {}) | grounds
         with read_errors(path):
-            before: dict[str, Any] = {"shards": 1} | began | began.get("packages", {})
+            before: dict[str, Any] = {"shards": 1, "replicas": 1} | began | began.get("packages", {})
             after: dict[str, Any] = now | now["packages"]
             names = [
                 name for name in REPRODUCIBILITY_KEYS if before.get(name) is not None and after.get(name) is not None
@@ -139,8 +142,8 @@ class Clock:
 def versions() -> dict[str, Any]:
     """Return the package versions, machine and commit that results depend on.
 
-    threads: number of torch threads; instructions: best CPU instruction set used by torch; None if torch is not loaded.
-    Both affect rounding.
+    threads: number of torch threads; instructions: best CPU instruction set used by torch; None if torch is not loaded;
+    replicas: number of data-parallel processes. They affect rounding.
     """
     return {
         "packages": _packages(),
@@ -149,6 +152,7 @@ def versions() -> dict[str, Any]:
         "processor": _processor(),
         "processor_count": os.cpu_count(),
         **_torch(),
+        "replicas": replicas.count(),
         "commit": _commit(),
     }
 

@@ -52,6 +52,12 @@ class Algorithm:
         """Needs of the preset and its mechanisms."""
         return self.resolved.needs
 
+    @property
+    def undivided(self) -> frozenset[str]:
+        """Names of the auxiliary losses that every process of a data-parallel run computes of complete minibatches."""
+        entries = (part.entry for part in self.resolved.slots[Slot.AUXILIARY])
+        return frozenset(entry.name for entry in entries if Need.WHOLE_MINIBATCHES in entry.needs)
+
     def prepare(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Select rows, add `advantage` [B, T, K] to the extras, and drop rows that the advantage excludes.
 

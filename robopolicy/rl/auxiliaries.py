@@ -27,7 +27,7 @@ def imitate_base(inputs: AuxiliaryInputs, *, weight: float = 0.05) -> Tensor:
     Slot.AUXILIARY,
     "experts",
     source="DynaWeb, arXiv:2601.22149; DAPG, arXiv:1709.10087",
-    needs=(Need.EXPERTS,),
+    needs=(Need.EXPERTS, Need.WHOLE_MINIBATCHES),
 )
 def imitate_experts(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tensor:
     """The policy's own regression loss on a batch of recorded expert data, one batch per actor step.

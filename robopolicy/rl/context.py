@@ -16,6 +16,7 @@ from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservati
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import Field
 from robopolicy.core.stages import Stage
+from robopolicy.rl.weights import step_mean
 
 
 def _nothing_kept(rollouts: Rollouts) -> Mapping[str, Tensor]:
@@ -156,7 +157,12 @@ class AuxiliaryInputs:
     differentiable scores; policy: the policy being fine-tuned; base: the frozen policy that fine-tuning started from
     (None unless Need.BASE is declared); teacher: another policy, or None; experts: batches of recorded chunks for
     `policy.loss`, or None; models: side models, by name; proximal: log-probabilities of the same steps [n, k] under the
-    policy before the update, or any other clipping reference.
+    policy before the update, or any other clipping reference; steps_per_row: mean number of sampled steps per chunk of
+    the minibatch, None if these are all its chunks.
+
+    In a data-parallel run every process gets its n chunks of a minibatch, and its loss counts by their number: use
+    means over chunks, or `step_weights`. Random numbers [n, ...] are those of its chunks. A mechanism that compares
+    chunks, or draws other numbers, declares Need.WHOLE_MINIBATCHES and gets all chunks, with scores without gradient.
     """
 
     observation: TensorObservation
@@ -170,6 +176,14 @@ class AuxiliaryInputs:
     experts: Iterator[dict[str, Any]] | None = None
     models: Mapping[str, SideModel] = field(default_factory=dict[str, SideModel])
     proximal: Tensor | None = None
+    steps_per_row: float | None = None
+
+    @property
+    def step_weights(self) -> Tensor:
+        """Weights [n, k] of a mean over the minibatch's sampled steps."""
+        if self.steps_per_row is None:
+            return step_mean(self.mask)
+        return self.mask.float() / max(1.0, self.steps_per_row * len(self.mask))
 
     @property
     def action_values(self) -> ActionValues:

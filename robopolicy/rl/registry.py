@@ -180,6 +180,7 @@ class Need(Enum):
     EPISODES = "rollouts of complete episodes"
     WHOLE_EPISODES = "minibatches of complete episodes"
     WHOLE_GROUPS = "minibatches of complete groups (group_size >= 2)"
+    WHOLE_MINIBATCHES = "minibatches that the processes of a data-parallel run do not divide"
     CATEGORICAL = "steps drawn from categorical distributions (a token policy)"
     GAUSSIAN = "steps drawn from Gaussians (a denoising policy)"
     MEANS = (

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core import replicas
+from robopolicy.core.exchange import broadcast, require_equal
 from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, RecordsMeans, ScoredPolicy, Scores, Trainable
 from robopolicy.core.progress import progress
@@ -40,7 +42,7 @@ from robopolicy.rl.critic import Critic, ReturnScale
 from robopolicy.rl.preferences import StoresPairs
 from robopolicy.rl.registry import Need
 from robopolicy.rl.replay import Reincarnates
-from robopolicy.training.collection import ShardWorkers, make_collector
+from robopolicy.training.collection import ShardWorkers, make_collector, shared_by_replicas
 from robopolicy.training.collection.protocol import Reports
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.course import EndReason, StoppingRule, StoppingSettings, score
@@ -166,7 +168,7 @@ class _Finetuning:
         self.world = world
         self.config = config
         self.seed = seed
-        self.run_folder = run
+        self.run_folder = run if replicas.leads() else None
         self.guidance = guidance
         self.teacher = guidance.teacher
         self.evaluate, self.confirm = judged
@@ -199,12 +201,13 @@ class _Finetuning:
         )
         stores_images = needs_images(policy, self.critic, self.algorithm, others=others_read)
         images: Keeping = ("packed" if config.packed_images else "plain") if stores_images else "not"
-        self.collector = make_collector(
+        collector = make_collector(
             *(world, policy, self.algorithm, config, seed, draws, *arguments),
             images=images,
             turns=self.turns,
             workers=workers,
         )
+        self.collector = shared_by_replicas(collector, self.generators)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
         self.history: tuple[float, ...] = ()
@@ -214,7 +217,7 @@ class _Finetuning:
         self.best_believed = False
         self.best_weights: dict[str, Tensor] | None = None
         self._hold()
-        self._resume()
+        self._resume(run)
 
     @property
     def _has_critic(self) -> bool:
@@ -277,6 +280,8 @@ class _Finetuning:
                 self._where,
                 train_actor=not self._has_critic or self.iteration >= self.config.critic_warmup,
             )
+        states = self.generators.state().values()
+        require_equal([*self.learner.weights(), *states], "weights or random numbers", self._where)
         updated = time.perf_counter()
         collected_rollouts = collected_rollouts.fresh
         metrics = {**episode_metrics(collected_rollouts), **learning, **update}
@@ -401,13 +406,19 @@ class _Finetuning:
     def _evaluate(self) -> dict[str, float]:
         """Evaluate both modes, update the stopping rule, and save the weights if they are the best so far."""
         assert self.evaluate is not None
-        figures = {
-            f"{mode}_{name}": float(value)
-            for mode in ("deterministic", "stochastic")
-            for name, value in self.evaluate(self.policy, mode == "deterministic").items()
-        }
-        if self.confirm is not None:
-            figures = self.course.confirmed(figures, partial(self.confirm, self.policy, self.iteration))
+        evaluate, confirm = self.evaluate, self.confirm
+        figures = broadcast(
+            lambda: {
+                f"{mode}_{name}": float(value)
+                for mode in ("deterministic", "stochastic")
+                for name, value in evaluate(self.policy, mode == "deterministic").items()
+            }
+        )
+        if confirm is not None:
+            figures = self.course.confirmed(
+                figures,
+                lambda: broadcast(lambda: {name: float(v) for name, v in confirm(self.policy, self.iteration).items()}),
+            )
         self.course.observe(figures)
         reached_target = self.course.ended is EndReason.TARGET
         # The policy that reached the target is kept even if an earlier one scored higher.
@@ -455,15 +466,15 @@ class _Finetuning:
     def _settings(self) -> dict[str, Any]:
         return {"seed": self.seed, **to_plain(self.config)}
 
-    def _resume(self) -> None:
-        tree = None if self.run_folder is None else load_trainer(self.run_folder.resume_point)
-        if tree is None or self.run_folder is None:
+    def _resume(self, run: RunFolder | None) -> None:
+        tree = None if run is None else broadcast(lambda: load_trainer(run.resume_point))
+        if tree is None or run is None:
             return
         current = self._tree()
         tree["config"] = current_settings(type(self.config), tree["config"], "finetune")
-        require_same_parts(tree, current, self.run_folder.resume_point)
+        require_same_parts(tree, current, run.resume_point)
         for part in ("config", "collector"):
-            require_same_parts(tree[part], current[part], self.run_folder.resume_point)
+            require_same_parts(tree[part], current[part], run.resume_point)
         require_same_config(
             tree["config"], self._settings(), may_change=("iterations", "target_success", "patience", "shards")
         )
@@ -485,4 +496,5 @@ class _Finetuning:
         self.return_scale.load_state_dict(tree["return_scale"])
         # Last, when no constructor or `restore` draws any more.
         self.generators.restore(tree["generators"])
-        self.run_folder.rewind("iteration", self.iteration)
+        if self.run_folder is not None:
+            self.run_folder.rewind("iteration", self.iteration)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core import replicas
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.exchange import add_gradients, broadcast, divided, require_equal
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators
 from robopolicy.core.regression import Regressor, Staged
@@ -98,7 +100,7 @@ class _Fit:
         self.model = model
         self.config = config
         self.generators = generators
-        self.run_folder = run
+        self.run_folder = run if replicas.leads() else None
         self.precision: LearningPrecision = precision
         self.micro_batch = micro_batch
         # Taken once: the order names the moving averages in resume points.
@@ -111,7 +113,7 @@ class _Fit:
         self.step = 0
         self.losses: dict[str, float] = {}
         self.history: list[dict[str, Tensor]] = []
-        self._resume()
+        self._resume(run)
 
     def run(self, batches: Iterator[Any], label: str, evaluate: Callable[[], Mapping[str, float]] | None) -> FitResult:
         self.model.train()
@@ -135,16 +137,18 @@ class _Fit:
         place = f"training step {self.step}"
         self.optimiser.zero_grad(set_to_none=True)
         means: dict[str, Tensor] = {}
-        for piece, share in self._pieces(batch):
-            with training_precision(self.precision):
-                losses = self.model.loss(piece, self.generators["loss"])
+        for piece, fraction in self._pieces(batch):
+            part, rows = divided(piece, self.model)
+            share = fraction * part.share
+            with training_precision(self.precision), part.drawing():
+                losses = self.model.loss(rows, self.generators["loss"])
             # Each piece counts by its share of the rows, so the summed gradients are those of the whole batch's mean.
             parts = {name: share * value.mean() for name, value in losses.items()}
-            total = torch.stack(list(parts.values())).sum()
-            require_finite("the loss", total.detach(), place)
             with backward_precision(self.precision):
-                total.backward()
+                torch.stack(list(parts.values())).sum().backward()
             means = {name: means.get(name, 0.0) + value.detach() for name, value in parts.items()}
+        means = dict(zip(means, add_gradients(self.parameters, means.values()), strict=True))
+        require_finite("the loss", torch.stack(list(means.values())).sum(), place)
         clip_gradients(self.parameters, self.config.gradient_clip, place)
         set_learning_rate(self.optimiser, learning_rate_at(self.step, self.config))
         self.optimiser.step()
@@ -173,12 +177,19 @@ class _Fit:
         if evaluate is not None:
             self._exchange()
             self.model.eval()
-            extra = dict(evaluate())
+            extra = self._evaluated(evaluate)
             self.model.train()
             self._exchange()
+        require_equal([*self.model.state_dict().values(), *self.average], "weights", f"training step {self.step}")
         if self.run_folder is not None:
             rate = learning_rate_at(self.step - 1, self.config)
             self.run_folder.log({"step": self.step, "learning_rate": rate, **self.losses, **extra})
+
+    def _evaluated(self, evaluate: Callable[[], Mapping[str, float]]) -> dict[str, float]:
+        """Return the metrics of an evaluation, which the leader of a data-parallel run makes."""
+        result = broadcast(lambda: {"metrics": dict(evaluate()), "generators": self.generators.state()})
+        self.generators.restore(result["generators"])
+        return dict(result["metrics"])
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -208,12 +219,12 @@ class _Fit:
         """Return the losses of the steps since the last log line, name -> [n]."""
         return {name: torch.stack([row[name].cpu() for row in self.history]) for name in (self.history or [{}])[0]}
 
-    def _resume(self) -> None:
-        if self.run_folder is None:
+    def _resume(self, run: RunFolder | None) -> None:
+        if run is None:
             return
-        tree = load_trainer(self.run_folder.resume_point)
+        tree = broadcast(lambda: load_trainer(run.resume_point))
         if tree is None:  # killed before its first checkpoint, a run begins anew, and so do its metrics
-            self.run_folder.rewind("step", 0)
+            self._rewind(0)
             return
         saved_config = current(type(self.config), tree["config"], "fit")
         require_same_config(saved_config, to_plain(self.config), may_change=("log_every", "checkpoint_every"))
@@ -226,7 +237,11 @@ class _Fit:
         self.generators.restore(tree["generators"])
         rows = zip(*tree.get("history", {}).values(), strict=True)
         self.history = [dict(zip(tree["history"], values, strict=True)) for values in rows]
-        self.run_folder.rewind("step", self.step)
+        self._rewind(self.step)
+
+    def _rewind(self, step: int) -> None:
+        if self.run_folder is not None:
+            self.run_folder.rewind("step", step)
 
 
 def fit_stages(

@@ -6,13 +6,13 @@ world, the critic and the libraries is not included.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.examples import example_batch, example_observation
@@ -36,7 +36,8 @@ class MemoryBudget:
     """Sizes in bytes unless stated. weights: trainable weights of the policy, and copies: the holders of copies of
     them; learning: gradients, optimiser state and the weights before a step; kept: stored chunks of an iteration and
     the copy of a minibatch; activations: of computing log-probabilities of at_once chunks; each: what each of these
-    adds. parameters, tuned: number of all and of trainable parameters; deciding, scoring: FLOPs of one policy call, and
+    adds; replicas: number of data-parallel processes that divide a minibatch, of which all sizes are those of one.
+    parameters, tuned: number of all and of trainable parameters; deciding, scoring: FLOPs of one policy call, and
     of its log-probability without gradient. rest: frozen weights, stored once (`nn.sharing`); teacher: weights of the
     teacher, loaded last.
     """
@@ -56,6 +57,7 @@ class MemoryBudget:
     scoring: int
     rest: int = 0
     teacher: int = 0
+    replicas: int = 1
 
     @property
     def held(self) -> int:
@@ -76,16 +78,18 @@ class MemoryBudget:
         """Return the budget as one line."""
         teacher_text = f" those of its teacher {in_bytes(self.teacher)}," if self.teacher else ""
         frozen_text = f"frozen {in_bytes(self.rest)} and trainable " if self.rest else ""
+        process_text = f" of each of {self.replicas} processes" if self.replicas > 1 else ""
         return (
-            f"Estimated memory: weights {frozen_text}{in_bytes(self.weights)}, stored {len(self.copies)} times "
-            f"({', '.join(self.copies)}),{teacher_text} gradients and optimiser {in_bytes(self.learning)}, "
-            f"{self.decisions} action chunks and a minibatch of {self.minibatch} {in_bytes(self.kept)}, activations "
-            f"of {self.at_once} chunks {in_bytes(self.activations)}."
+            f"Estimated memory{process_text}: weights {frozen_text}{in_bytes(self.weights)}, stored "
+            f"{len(self.copies)} times ({', '.join(self.copies)}),{teacher_text} gradients and optimiser "
+            f"{in_bytes(self.learning)}, {self.decisions} action chunks and a minibatch of {self.minibatch} "
+            f"{in_bytes(self.kept)}, activations of {self.at_once} chunks {in_bytes(self.activations)}."
         )
 
     def whole(self) -> str:
         """Return parameter counts, FLOPs and the total memory before loading, in one line."""
-        total, times = self.ahead + self.held, "thrice" if self.at_once == self.minibatch else "four times"
+        own = -(-self.minibatch // self.replicas)
+        total, times = self.ahead + self.held, "thrice" if self.at_once >= own else "four times"
         return (
             f"{_count(self.parameters)} parameters, {_count(self.tuned)} trainable. One policy call takes "
             f"{_count(self.deciding)} FLOPs, its log-probability {_count(self.scoring)}, with gradient {times} that. "
@@ -144,6 +148,7 @@ def plan_memory(
     images: bool = True,
     packed: float = 1.0,
     optimiser: Optimiser = "adamw",
+    replicas: int = 1,
 ) -> MemoryBudget:
     """Run one row of `policy`, prepared for fine-tuning, and return the memory budget of `decisions` chunks.
 
@@ -151,12 +156,13 @@ def plan_memory(
     (or tokens) per chunk with log-probabilities, 0 for all; copies: holders of the weights, the first two exist before
     a run starts; device: the policy's device, None for that of its weights; images: whether rollouts store camera
     images; packed: compressed size of images as a fraction, 0 when they are stored elsewhere; optimiser: name of the
-    optimiser.
+    optimiser; replicas: number of data-parallel processes, which divide minibatches and add their gradients.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton: who fine-tunes, pays
 
     device, rows = device or next(policy.parameters()).device, min(minibatch, decisions)
-    at_once = min(micro_batch or rows, rows)
+    own_rows = -(-rows // replicas)
+    at_once = min(micro_batch or own_rows, own_rows)
     observation = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
     with FlopCounterMode(display=False) as deciding:
         decision = policy.act(observation, torch.Generator(device).manual_seed(0))
@@ -176,8 +182,11 @@ def plan_memory(
         weights=weights,
         copies=copies,
         # Gradients, the weights from before a step (`Learner` keeps them for the KL stop), the optimiser's state.
-        learning=sum(map(_bytes, learns)) + saved_weights_bytes(optimiser, learns) + optimiser_bytes(optimiser, learns),
-        kept=decisions * (chunk_bytes + latent_bytes) + rows * (copy_bytes + latent_bytes),
+        learning=sum(map(_bytes, learns))
+        + _added(learns, replicas)
+        + saved_weights_bytes(optimiser, learns)
+        + optimiser_bytes(optimiser, learns),
+        kept=decisions * (chunk_bytes + latent_bytes) + own_rows * (copy_bytes + latent_bytes),
         decisions=decisions,
         activations=row_bytes + (at_once - 1) * each,
         each=each,
@@ -188,6 +197,7 @@ def plan_memory(
         deciding=deciding.get_total_flops(),
         scoring=scoring.get_total_flops(),
         rest=sum(map(_bytes, policy.parameters())) - weights,
+        replicas=replicas,
     )
 
 
@@ -198,11 +208,13 @@ def plan_pretraining(
     micro_batch: int = 0,
     optimiser: Optimiser = "adamw",
     lesson: Regressor | None = None,
+    replicas: int = 1,
 ) -> str:
     """Return a one-line memory budget of behaviour cloning with batches of `batch_size`, in addition to the weights.
 
-    micro_batch: chunks computed at once, 0 for all; lesson: model whose loss is trained, None for the policy's own.
-    Raises ConfigError when that exceeds the available bytes (None: unknown).
+    micro_batch: chunks computed at once, 0 for all; lesson: model whose loss is trained, None for the policy's own;
+    replicas: number of data-parallel processes, which divide batches and add their gradients. Raises ConfigError when
+    that exceeds the available bytes (None: unknown).
     """
     device = next(policy.parameters()).device
     observation = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
@@ -211,14 +223,14 @@ def plan_pretraining(
         batch = example_batch(policy.spec, seen, device)
         return list((lesson or policy).loss(batch, torch.Generator(device).manual_seed(0)).values())
 
-    at_once = min(micro_batch or batch_size, batch_size)
+    at_once = -(-min(micro_batch or batch_size, batch_size) // replicas)
     row_bytes, two = (
         _saved(policy, lambda given=inputs: losses(given)) for inputs in (observation, _twice(observation))
     )
     activations = row_bytes + (at_once - 1) * (two - row_bytes)
     learns = list(policy.trainable_parameters())
     # The gradient, and the average of the weights themselves
-    learning = 2 * sum(map(_bytes, learns)) + optimiser_bytes(optimiser, learns)
+    learning = 2 * sum(map(_bytes, learns)) + optimiser_bytes(optimiser, learns) + _added(learns, replicas)
     byte_count = learning + activations
     if available is not None and byte_count > available:
         advice = fitting_message(activations, two - row_bytes, at_once, _spare(byte_count, available))
@@ -230,9 +242,15 @@ def plan_pretraining(
     _warn_if_close(byte_count, available)
     weights = sum(_bytes(weight) for weight in policy.parameters())
     return (
-        f"Estimated memory: weights {in_bytes(weights)}, gradients, optimiser and moving average "
+        f"Estimated memory{f' of each of {replicas} processes' if replicas > 1 else ''}: weights {in_bytes(weights)}, "
+        "gradients, optimiser and moving average "
         f"{in_bytes(learning)}, activations of {at_once} chunks {in_bytes(activations)}."
     )
+
+
+def _added(learns: Sequence[nn.Parameter], replicas: int) -> int:
+    """Return the bytes of the sum of all processes' gradients, in fp32."""
+    return sum(4 * weight.numel() for weight in learns) if replicas > 1 else 0
 
 
 def _spare(needed: int, available: int) -> int:

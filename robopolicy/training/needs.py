@@ -28,7 +28,7 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import recompute_log_probs
 from robopolicy.training.guidance import Guidance
 
-ALWAYS = frozenset({Need.EPISODES, Need.WHOLE_EPISODES, Need.BASE, Need.REFERENCE_SCORES})
+ALWAYS = frozenset({Need.EPISODES, Need.WHOLE_EPISODES, Need.WHOLE_MINIBATCHES, Need.BASE, Need.REFERENCE_SCORES})
 READS_IMAGES = frozenset({Need.IMAGES, Need.BLACKOUT_SCORES})
 """Needs of mechanisms that read camera images again."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core import replicas
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.finite_values import require_finite_columns
@@ -48,7 +49,7 @@ def pretrain(
     head = build_state_head(policy, episodes, config, seed) if config.auxiliary_keys else None
     generators = Generators(seed, next(policy.parameters()).device)
     result = imitate(policy, [episodes], config, generators, run, "Behaviour cloning", head=head)
-    if run is not None:
+    if run is not None and replicas.leads():
         policy.save(run.checkpoint)
     return result
 

@@ -9,14 +9,17 @@ continues from the previous round's student. Axes: N step, E episode.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from robopolicy.core import replicas
 from robopolicy.core.checkpoints import read_weights, write_checkpoint
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.exchange import broadcast
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
@@ -80,15 +83,16 @@ def teach(
     head: FieldHead | None = None
     for number in range(config.rounds):
         place = RunFolder(folder.path / "rounds" / str(number))
-        remove_leftovers(place.path)
+        played: Episodes | None = None
+        is_played, is_complete = broadcast(partial(_progress, place))
         dataset_path = place.path / "dataset"
-        if dataset_path.exists():
-            datasets.append(read_dataset(dataset_path))
-        else:
-            datasets.append(_play(teacher, student, world, config, number, seed, device))
-            write_dataset(datasets[-1], dataset_path, images="png", existing="replace")
-        # The checkpoint is written last, so where it exists the round is complete.
-        if place.checkpoint.exists():
+        if not is_played:
+            if replicas.leads():
+                played = _play(teacher, student, world, config, number, seed, device)
+                write_dataset(played, dataset_path, images="png", existing="replace")
+            broadcast(lambda: True)  # it is written
+        datasets.append(read_dataset(dataset_path) if played is None else played)
+        if is_complete:
             student = load_student(place.checkpoint)
             continue
         if student is None:
@@ -100,6 +104,8 @@ def teach(
             before = place.path.parent / str(number - 1) / HEAD
             head = read_weights(head, before, device) if number else head
         losses = _learn(student, datasets, config, number, place, seed, conditions, head)
+        if not replicas.leads():
+            continue
         folder.rewind("round", number - 1)
         counts = {"episodes": sum(map(len, datasets)), "steps": sum(part.step_count for part in datasets)}
         folder.log({**_outcome(datasets[-1], config, number), **counts, **losses})
@@ -109,6 +115,13 @@ def teach(
     assert student is not None  # there is a first round
     rounds = [_outcome(part, config, number) for number, part in enumerate(datasets)]
     return TeachResult(student, sum(part.step_count for part in datasets), rounds)
+
+
+def _progress(place: RunFolder) -> tuple[bool, bool]:
+    """Return whether a round's episodes are saved, and whether the round is complete."""
+    remove_leftovers(place.path)
+    # The checkpoint is written last, so where it exists the round is complete.
+    return (place.path / "dataset").exists(), place.checkpoint.exists()
 
 
 def _play(

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core import replicas
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.exchange import Part, add_gradients, part_of
 from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservation, Trainable
 from robopolicy.core.rollouts import Rollouts, critic_observation
+from robopolicy.core.row_draws import RowDraws
 from robopolicy.core.segments import Segments
 from robopolicy.nn.optimisers import (
     SavedWeights,
@@ -214,19 +217,24 @@ class Learner:
         assert self.critic is not None
         assert self.critic_optimiser is not None
         alive = batch.alive
-        target_mask = batch.extras["target_known"][alive] if "target_known" in batch.extras else None
+        part = part_of(int(alive.sum()))
+        own = part.among(alive)
+        known = batch.extras.target_known
         loss = value_loss(
-            values_of(self.critic, critic_observation(batch, alive, images=self.critic.reads_images)),
-            batch.extras["value_target"][alive],
-            target_mask,
+            values_of(self.critic, critic_observation(batch, own, images=self.critic.reads_images)),
+            batch.extras["value_target"][own],
+            None if known is None else known[own],
         )
-        require_finite("the value loss", loss.detach(), where)
+        if part.share < 1:
+            loss = loss * _share_of(part, own, alive, known)
         self.critic_optimiser.zero_grad(set_to_none=True)
         with backward_precision(self.config.precision):
             loss.backward()
+        (whole_loss,) = add_gradients(self.critic_parameters, [loss])
+        require_finite("the value loss", whole_loss, where)
         clip_gradients(self.critic_parameters, self.config.gradient_clip, where)
         self.critic_optimiser.step()
-        return {"value_loss": loss.detach()}
+        return {"value_loss": whole_loss}
 
     def _actor_step(
         self, batch: Rollouts, context: Context, draws: torch.Generator, where: str
@@ -234,26 +242,33 @@ class Learner:
         """Take one policy-gradient step, or none and return True when the KL target is exceeded."""
         config, alive = self.config, batch.alive
         step, subset = self._choose_steps(batch, draws)
-        observation, latents = decisions_at(batch, alive, self.instructions)
+        part = part_of(int(alive.sum()))
+        own = part.among(alive)
+        observation, latents = decisions_at(batch, own, self.instructions)
         if subset:
-            latents["chosen"] = step[alive]
+            latents["chosen"] = step[own]
         scores = scores_of(self.policy, observation, latents)
         if subset and not config.scored_steps and self.live is None and scores.logp.shape[-1] == self.sampling_steps:
             # A policy that ignores "chosen" scores all steps: from now on none is chosen.
             self.chooses, self.most = False, self.sampling_steps  # it scores all steps, whatever is asked for
             return self._actor_step(batch, context, draws, where)
-        if scores.logp.shape != (int(alive.sum()), step.shape[-1]):
+        if scores.logp.shape != (part.count, step.shape[-1]):
             raise ConfigError(
                 f"The policy returned log-probabilities of {scores.logp.shape[1]} steps instead of {step.shape[-1]}: "
                 "it does not support subsets of steps, so set scored_steps=0."
             )
-        logp = torch.zeros(step.shape, device=alive.device).masked_scatter(alive[..., None], scores.logp)
+        nothing = torch.zeros(step.shape, device=alive.device)
+        logp = nothing.masked_scatter(own[..., None], scores.logp)
+        whole_logp = logp.detach()
+        if not part.is_all:
+            whole_logp = nothing.masked_scatter(alive[..., None], part.gathered(scores.logp))
         if self.average is not None:
             # From the moving average, step by step, as it is now: PPO-EWMA's proximal policy.
-            proximal = logp.detach().masked_scatter(alive[..., None], self.average.log_prob(observation, latents))
+            average_logp = part.gathered(self.average.log_prob(observation, latents))
+            proximal = whole_logp.masked_scatter(alive[..., None], average_logp)
             batch = replace(batch, logp_proximal=batch.proximal.float().scatter(-1, step, proximal))
         # Detached: the gradient runs through logp in `policy_loss` alone, never through ratios.
-        scored_batch = self._score(batch, logp.detach(), step, scores, context.share)
+        scored_batch = self._score(batch, whole_logp, step, scores, part, context.share)
         require_finite("the log-probability", torch.where(scored_batch.mask, scored_batch.logp, 0.0), where)
         stats = self._diagnose(scored_batch)
         # Measured before the step, so it is of all steps so far; beyond twice the target the last one is undone too.
@@ -264,25 +279,17 @@ class Learner:
         coefficient, extra = self.algorithm.coefficient(scored_batch)
         coefficient = coefficient * self._scale("rl")
         weight = self.algorithm.weight(scored_batch.mask, batch)
-        inputs = AuxiliaryInputs(
-            observation=observation,
-            latents=latents,
-            mask=scored_batch.mask[alive],
-            scores=scores,
-            policy=self.policy,
-            base=self.base,
-            teacher=self.teacher,
-            experts=self.experts,
-            models=self.models,
-            proximal=batch.proximal.gather(-1, step)[alive] if self.algorithm.auxiliaries else None,
-            context=context,
-        )
-        auxiliaries = {name: self._scale(name) * self.algorithm.auxiliaries[name](inputs) for name in self._asked()}
+        inputs = self._inputs((observation, latents, scores), own, part, scored_batch, context)
+        auxiliaries = self._auxiliaries(inputs, part, scored_batch)
         loss = policy_loss(logp, coefficient, weight, auxiliaries)
-        require_finite("the policy loss", loss.detach(), where)
+        if part.is_all and part.share < 1:
+            loss = loss * part.share
+            auxiliaries = {name: value * part.share for name, value in auxiliaries.items()}
         self.optimiser.zero_grad(set_to_none=True)
         with backward_precision(config.precision):
             loss.backward()
+        whole_loss, *terms = add_gradients(self.parameters, [loss, *auxiliaries.values()])
+        require_finite("the policy loss", whole_loss, where)
         norm = clip_gradients(self.parameters, config.gradient_clip, where)
         if config.target_kl is not None:
             self.before_step = save_weights(self.optimiser)
@@ -293,10 +300,73 @@ class Learner:
         self.optimiser.step()
         if self.average is not None:
             self.average.update(self.policy)
-        terms = {name: value.detach() for name, value in auxiliaries.items()}
-        return {**stats, **extra, **terms, "policy_loss": loss.detach(), "gradient_norm": norm.detach()}, False
+        named_terms = dict(zip(auxiliaries, terms, strict=True))
+        return {**stats, **extra, **named_terms, "policy_loss": whole_loss, "gradient_norm": norm.detach()}, False
 
-    def _score(self, batch: Rollouts, logp: Tensor, step: Tensor, scores: Scores, share: float) -> Scored:
+    def _inputs(
+        self,
+        chunks: tuple[TensorObservation, Mapping[str, Tensor], Scores],
+        own: Tensor,
+        part: Part,
+        scored: Scored,
+        context: Context,
+    ) -> AuxiliaryInputs:
+        """Return the inputs of auxiliary losses for the chunks `own` [b, t] of a minibatch: observation, latents and
+        scores of these are `chunks`.
+        """
+        observation, latents, scores = chunks
+        proximal = scored.rollouts.proximal.gather(-1, scored.chosen)[own] if self.algorithm.auxiliaries else None
+        return AuxiliaryInputs(
+            observation=observation,
+            latents=latents,
+            mask=scored.mask[own],
+            scores=scores,
+            policy=self.policy,
+            base=self.base,
+            teacher=self.teacher,
+            experts=self.experts,
+            models=self.models,
+            proximal=proximal,
+            context=context,
+            steps_per_row=None if part.is_all else float(scored.mask.sum()) / part.rows,
+        )
+
+    def _auxiliaries(self, inputs: AuxiliaryInputs, part: Part, scored: Scored) -> dict[str, Tensor]:
+        """Return the scaled auxiliary losses, of which each process of a data-parallel run computes its share."""
+        losses: dict[str, Tensor] = {}
+        for name in self._asked():
+            auxiliary, scale = self.algorithm.auxiliaries[name], self._scale(name)
+            if part.is_all:
+                losses[name] = scale * auxiliary(inputs)
+            elif name in self.algorithm.undivided:
+                losses[name] = scale / replicas.count() * auxiliary(self._of_all(inputs, scored))
+            else:
+                with RowDraws(part.rows, part.own) as draws:
+                    value = auxiliary(inputs)
+                if draws.shared:
+                    raise ConfigError(
+                        f"auxiliaries=[{name}] draws random numbers that belong to no action chunk of a minibatch "
+                        f"({draws.shared[0]}), so it cannot be divided among {replicas.count()} processes: set "
+                        "micro_batch=0, declare Need.WHOLE_MINIBATCHES for it, or train in one process."
+                    )
+                losses[name] = scale * part.share * value
+        return losses
+
+    def _of_all(self, inputs: AuxiliaryInputs, scored: Scored) -> AuxiliaryInputs:
+        """Return the inputs of an auxiliary loss for all chunks of the minibatch; their scores have no gradient."""
+        batch, alive = scored.rollouts, scored.rollouts.alive
+        observation, latents = decisions_at(batch, alive, self.instructions)
+        return replace(
+            inputs,
+            observation=observation,
+            latents=latents,
+            mask=scored.mask[alive],
+            scores=Scores(scored.logp[alive], torch.zeros_like(scored.logp[alive])),
+            proximal=batch.proximal.gather(-1, scored.chosen)[alive],
+            steps_per_row=None,
+        )
+
+    def _score(self, batch: Rollouts, logp: Tensor, step: Tensor, scores: Scores, part: Part, share: float) -> Scored:
         """Combine a minibatch and its log-probabilities into the input of the coefficients."""
         behaviour, proximal, mask, advantage = (
             item.gather(-1, step)
@@ -311,7 +381,7 @@ class Learner:
         def extra(name: str) -> Tensor:
             value = (scores.entropy if name == "entropy" else score_extra(scores, name)).detach()
             trailing = () if value.shape == scores.logp.shape else value.shape[-2:]
-            value = value.expand(*scores.logp.shape, *trailing)
+            value = part.gathered(value.expand(*scores.logp.shape, *trailing))
             return value.new_zeros((*step.shape, *trailing)).index_put((alive,), value)
 
         return Scored(
@@ -390,6 +460,10 @@ class Learner:
             load_trainable_state(self.base, trainable_state(self.policy))
             self.reborn = True
 
+    def weights(self) -> list[Tensor]:
+        """Return the trained weights of the policy and the critic."""
+        return [*self.parameters, *self.critic_parameters]
+
     def tree(self) -> dict[str, Any]:
         """Return the mutable state, for a checkpoint."""
         return {
@@ -419,6 +493,13 @@ class Learner:
         if self.base is not None and "base" in tree:
             self.base.load_state_dict(tree["base"])
             self.reborn = True
+
+
+def _share_of(part: Part, own: Tensor, alive: Tensor, known: Tensor | None) -> Tensor | float:
+    """Return the weight of a mean over the own chunks in the mean over all chunks with a known target."""
+    if known is None or part.is_all:
+        return part.share
+    return known[own].sum().clamp(min=1) / known[alive].sum().clamp(min=1)
 
 
 class PolicyAverage:

@@ -29,7 +29,7 @@ from robopolicy.rl.offline.decisions import observations_at
 from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import DistillConfig
 from robopolicy.training.distill import Distillation, distill, distillable
-from robopolicy.verbs.job import Job, evaluate_in_own_world, print_model
+from robopolicy.verbs.job import Job, evaluate_in_own_world, print_model, say_replicas
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import encode_episodes
 from worldmodels.protocol import EncodesForPolicy
@@ -41,6 +41,7 @@ VERB = Verb(
     targets=("distill.policy",),
     world_from={"distill.policy": "finetune/checkpoint"},
     resumes=True,
+    replicas=True,
 )
 
 TIMED = 50
@@ -65,6 +66,7 @@ def run(config: Config) -> int:
     episodes = distillation_observations(config, teacher, device)
     seed = derive_seed(config.run.seed, "distill")
     clock = folder.clock()
+    say_replicas(section.batch_size, "batch", "observations")
     if isinstance(teacher, EncodesForPolicy):  # the encoder stays as it is
         few, fit_result = distill(
             teacher.inner, encode_episodes(teacher.encoder, episodes), settings, folder, seed=seed
@@ -72,6 +74,8 @@ def run(config: Config) -> int:
         student = teacher.around(few)
     else:
         student, fit_result = distill(teacher, episodes, settings, folder, seed=seed)
+    if job.is_over:
+        return 0
     fit_seconds = clock.seconds
     remember_origin(student, origin_of(teacher))
     remember_renaming(student, renaming_of(teacher))

@@ -4,6 +4,7 @@ base.
 Progress is measured on validation seeds; the final evaluation uses other seeds. If interrupted, run the same command
 again: it resumes from the last checkpoint and gives the same result. world=worldmodel fine-tunes in imagination.
 finetune.shards=4 workers.count=4 collects in 4 processes; results depend on finetune.shards, not on the workers.
+Data-parallel: torchrun --nproc-per-node 2 -m robopolicy finetune ... divides every minibatch among 2 processes.
 """
 
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from robopolicy.building.shards import TuningWorkers, prepared
 from robopolicy.building.workers import Workers, open_workers
 from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
+from robopolicy.core import replicas
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.origin import origin_of, remember_origin
@@ -43,7 +45,14 @@ from robopolicy.training.memory import MemoryBudget, packed_image_fraction, plan
 from robopolicy.training.needs import needs_images
 from robopolicy.training.update import by_episode, minibatch_rows
 from robopolicy.verbs.advice import Evidence, print_advice
-from robopolicy.verbs.job import Job, confirming_seeds, print_evaluations, require_target, starting_checkpoint
+from robopolicy.verbs.job import (
+    Job,
+    confirming_seeds,
+    print_evaluations,
+    require_target,
+    say_replicas,
+    starting_checkpoint,
+)
 from robopolicy.verbs.verb import Verb
 from worldmodels.protocol import EncodesForPolicy
 
@@ -54,6 +63,7 @@ VERB = Verb(
     targets=("finetune.policy",),
     world_from={"finetune.policy": "train/checkpoint"},
     resumes=True,
+    replicas=True,
 )
 
 
@@ -86,6 +96,10 @@ def tune(config: Config, workers: Workers) -> int:
         share_frozen(policy, base_module)
     world = build_world(config.world, base, batch_size=section.shard_envs, device=device)
     print_memory(config, policy, base, world)
+    if by_episode(build_algorithm(learning := narrowed(FinetuneConfig, section)), learning):
+        say_replicas(section.minibatch_episodes, "minibatch", "episodes")
+    else:
+        say_replicas(section.minibatch, "minibatch", "action chunks")
     judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
     remember_origin(policy, origin_of_section(config.world, world) or origin_of(base))
     require_target(section.target_success, judging)
@@ -112,6 +126,8 @@ def tune(config: Config, workers: Workers) -> int:
         guidance=load_guidance(config, world, config.world.model, policy),
         workers=on_workers.collecting,
     )
+    if job.is_over:
+        return 0
     seconds = clock.seconds
     verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes)
     job.film(judging, {"base": base, "fine-tuned": policy}, section.evaluate_episodes, section.videos)
@@ -186,6 +202,7 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     others_read = stores or config.finetune.teacher is not None or config.plan.model is not None
     images = needs_images(policy, None, algorithm, others=others_read)
     options: dict[str, Any] = {"micro_batch": learning.micro_batch, "optimiser": learning.optimiser, "images": images}
+    options["replicas"] = replicas.count()
     if images and learning.packed_images:  # in the processor's memory
         options["packed"] = packed_image_fraction(world) if device.type == "cpu" else 0.0
     plan = partial(plan_memory, device=device, **options)

@@ -24,8 +24,10 @@ from rich.table import Table
 from robopolicy.building.policies import adapt_policy_to_world, choose_device
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
+from robopolicy.core import replicas
 from robopolicy.core.checkpoints import WEIGHTS
 from robopolicy.core.errors import DataError
+from robopolicy.core.exchange import broadcast
 from robopolicy.core.machine import free_memory
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import episode_seeds
@@ -47,7 +49,7 @@ from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.nn.precision import training_precision
 from robopolicy.policies.abilities import DescribesReading, is_pretrained
 from robopolicy.policies.loading import checkpoint_in
-from robopolicy.runs import finish, finished, open_run, output
+from robopolicy.runs import finish, finished, open_run, output, run_path
 from robopolicy.training.configuration import RegressionConfig
 from robopolicy.training.memory import plan_pretraining
 
@@ -69,9 +71,12 @@ class Job:
         Raises ConfigError when its folder contains another run, as `open_run` does, or run.device cannot be used, and
         DataError when the run has finished but its checkpoint is missing.
         """
-        folder = open_run(config, verb, sections)
-        if finished(folder) is not None:
-            if not folder.checkpoint.is_dir():
+        # The leader first: it may start the folder over.
+        opened = open_run(config, verb, sections) if replicas.leads() else None
+        is_done = broadcast(lambda: opened is not None and finished(opened) is not None)
+        folder = opened or RunFolder(run_path(config, verb))
+        if is_done:
+            if replicas.leads() and not folder.checkpoint.is_dir():
                 raise DataError(
                     f"{folder.path} has ended, but its checkpoint is missing: {folder.checkpoint} is not a folder. "
                     "Restore it, or train again with run.overwrite=true."
@@ -79,6 +84,11 @@ class Job:
             output.print(f"{folder.path} {done}")
             return None
         return Job(config, folder, choose_device(config.run))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rest of the job, its evaluation and result, is left to another process of a data-parallel run."""
+        return not replicas.leads()
 
     def evaluator(
         self, world: World, episodes: int, players: Callable[[], BatchPlayer | None] = lambda: None
@@ -198,10 +208,22 @@ def print_model(policy: Trainable, section: RegressionConfig, lesson: Regressor 
         return
     free_bytes = free_memory(next(policy.parameters()).device)
     with training_precision(section.precision):
-        message = plan_pretraining(
-            policy, section.batch_size, free_bytes, section.micro_batch, section.fit.optimiser, lesson
-        )
+        sizes = section.batch_size, free_bytes, section.micro_batch
+        message = plan_pretraining(policy, *sizes, section.fit.optimiser, lesson, replicas.count())
     output.print(message, soft_wrap=True, highlight=False)
+
+
+def say_replicas(rows: int, batch: str, unit: str) -> None:
+    """Print how data-parallel processes divide a `batch` of `rows` (0: not fixed); nothing with one process."""
+    if replicas.count() == 1:
+        return
+    each = f" {-(-rows // replicas.count())} of {rows} {unit} each," if rows else ""
+    output.print(
+        f"Data-parallel training in {replicas.count()} processes: they divide every {batch},{each} so its size and the "
+        "results are those of one process, up to rounding.",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def print_evaluations(verdicts: dict[str, PolicyEvaluation]) -> None:

@@ -36,7 +36,7 @@ from robopolicy.training.auxiliary import build_state_head
 from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.pretrain import plan_conditions
 from robopolicy.training.teaching import Teacher, teach
-from robopolicy.verbs.job import Job, evaluation_seeds, print_evaluations, print_model, record_video
+from robopolicy.verbs.job import Job, evaluation_seeds, print_evaluations, print_model, record_video, say_replicas
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -46,6 +46,7 @@ VERB = Verb(
     targets=("teach.teacher",),
     world_from={"teach.teacher": "finetune/checkpoint"},
     resumes=True,
+    replicas=True,
 )
 
 
@@ -64,6 +65,7 @@ def run(config: Config) -> int:
     teacher = the_expert(config, world, reach) if policy is None else Teacher(policy, lambda _: policy)
     plan(config, teacher, world, device)
     clock = folder.clock()
+    say_replicas(section.batch_size, "batch", "samples")
     teaching = teach(
         teacher,
         world,
@@ -78,6 +80,8 @@ def run(config: Config) -> int:
     world.close()
     if isinstance(teacher.says, LookaheadController):
         teacher.says.close()
+    if job.is_over:
+        return 0
     student = teaching.student
     remember_origin(student, origin_of_section(config.world, world))
     student.save(folder.checkpoint)

@@ -22,6 +22,7 @@ from robopolicy.building.origins import origin_of_section
 from robopolicy.building.policies import load_policy, new_policy, with_model_encoder
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
+from robopolicy.core import replicas
 from robopolicy.core.delayed import episodes_for_world, with_latency_options
 from robopolicy.core.episodes import Episodes, select_episodes
 from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning
@@ -47,7 +48,7 @@ from robopolicy.training.encoders import load_encoder
 from robopolicy.training.fit import FitResult, Staged, fit_stages
 from robopolicy.training.pretrain import pretrain
 from robopolicy.training.reading import DataRead, describe_reading, require_fit_of
-from robopolicy.verbs.job import Job, print_evaluations, print_model, starting_checkpoint
+from robopolicy.verbs.job import Job, print_evaluations, print_model, say_replicas, starting_checkpoint
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import encode_episodes, save_encoder
 from worldmodels.protocol import EncodesForPolicy
@@ -59,6 +60,7 @@ VERB = Verb(
     targets=("train.data",),
     world_from={"train.policy": "", "train.data": "collect/dataset"},
     resumes=True,
+    replicas=True,
 )
 
 
@@ -96,7 +98,10 @@ def run(config: Config) -> int:
     judged_in = None if world is None else origin_of_section(config.world, world)
     remember_origin(policy, judged_in or data_origin)
     clock = folder.clock()
+    say_replicas(config.train.batch_size, "batch", "samples")
     fit_result = learn(config, policy, episodes, folder)
+    if job.is_over:
+        return 0
     seconds = clock.seconds
     if encoder is not None:
         save_encoder(encoder, folder.checkpoint)
@@ -263,5 +268,6 @@ def learn(config: Config, policy: Trainable, episodes: Episodes, folder: RunFold
     require_finite_columns(episodes, rewards=True)
     generators = Generators(config.run.seed, next(policy.parameters()).device)
     *_, fit_result = fit_stages(policy, episodes, config.train.fit, generators, folder)
-    policy.save(folder.checkpoint)
+    if replicas.leads():
+        policy.save(folder.checkpoint)
     return fit_result

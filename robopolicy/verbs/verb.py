@@ -64,8 +64,9 @@ class Verb:
     its module. short: other spellings of settings, name -> setting. world_from: settings whose checkpoint or dataset
     determines the world when none is named -> its default location "verb/part" ("" for none, "server" for the policy
     server, "unassumed": no world is assumed, "alone": where it is given, there is no world). resumes: whether the same
-    command resumes an interrupted run. rest: a setting that takes all words and settings but the verb's own, as they
-    are written, for a verb that runs others.
+    command resumes an interrupted run. replicas: whether several processes of torchrun or `accelerate launch` train
+    data-parallel. rest: a setting that takes all words and settings but the verb's own, as they are written, for a verb
+    that runs others.
     """
 
     summary: str
@@ -77,6 +78,7 @@ class Verb:
     short: Mapping[str, str] = field(default_factory=dict[str, str])
     world_from: Mapping[str, str] = field(default_factory=dict[str, str])
     resumes: bool = False
+    replicas: bool = False
     rest: str = ""
 
 

@@ -55,6 +55,7 @@ VERB = Verb(
     lists=("worldmodel.data",),
     world_from={"worldmodel.data": "collect/dataset"},
     resumes=True,
+    replicas=True,
 )
 
 FILMED = 6
@@ -73,7 +74,8 @@ def run(config: Config) -> int:
     require_learnable_success(world.spec)
     episodes = gather(config, world, generators["rollouts"])
     origin = origin_of_section(config.world)
-    write_dataset(episodes, folder.path / "dataset", images="png", existing="replace", origin=origin)
+    if not job.is_over:
+        write_dataset(episodes, folder.path / "dataset", images="png", existing="replace", origin=origin)
     training, validation = episodes.split(0.1, torch.Generator().manual_seed(derive_seed(config.run.seed, "split")))
     training = in_other_styles(config, training)
     seed = derive_seed(config.run.seed, "world model weights")
@@ -83,6 +85,8 @@ def run(config: Config) -> int:
     world.close()
     clock = folder.clock()
     fit_results = fit_stages(model, training, section.fit, generators, folder)
+    if job.is_over:
+        return 0
     seconds = clock.seconds
     model.calibrate(validation)
     rows, steps = section.validation_episodes, section.validation_steps

@@ -41,6 +41,10 @@ def test_what_is_kept_is_counted():
     pieces = plan_memory(policy, 10, 4, micro_batch=3)
     assert (pieces.minibatch, pieces.at_once, pieces.activations) == (4, 3, budget.activations - budget.each)
     assert plan_memory(policy, 10, 4, micro_batch=5) == budget
+    both = plan_memory(policy, 10, 4, replicas=2)  # they divide the minibatch, and add their gradients
+    assert (both.minibatch, both.at_once, both.activations) == (4, 2, budget.activations - 2 * budget.each)
+    assert both.kept == (10 + 2) * (1200 + 8 + 4 * 3 * 2) and both.learning == 5 * 4 * tuned
+    assert both.text().startswith("Estimated memory of each of 2 processes: ")
 
 
 def test_frames_of_a_history_are_counted_once_but_in_copies():

@@ -73,13 +73,19 @@ def distill(
         # Summed over the vocabulary and not sampled, so it has no variance of its own.
         divergence = (student.exp() * (student - teacher)).sum(-1)
         mask = inputs.mask
-        if share < 1:
-            mask = _informative(student.detach(), teacher, mask, share, alpha, gamma, inputs.context.generator)
+        if share == 1:
+            return weight * (inputs.step_weights * torch.where(mask, divergence, 0.0)).sum()
+        if inputs.steps_per_row is not None:
+            raise ConfigError(
+                "options.distill.share below 1 compares all steps of a minibatch, which data-parallel processes "
+                "divide: set it to 1, or train in one process."
+            )
+        mask = _informative(student.detach(), teacher, mask, share, alpha, gamma, inputs.context.generator)
         return weight * (step_mean(mask) * torch.where(mask, divergence, 0.0)).sum()
     if "mean" in student_extras and "mean" in teacher_extras:
         spread = student_extras["std"].detach().square().clamp(min=1e-6)
         divergence = ((student_extras["mean"] - teacher_extras["mean"]).square() / (2 * spread)).mean((-2, -1))
-        return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, divergence, 0.0)).sum()
+        return weight * (inputs.step_weights * torch.where(inputs.mask, divergence, 0.0)).sum()
     raise ConfigError(
         "auxiliaries=[distill] needs a teacher of the student's policy kind; auxiliaries=[dagger] imitates any teacher."
     )
@@ -124,7 +130,7 @@ def stay_near_velocity(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tenso
         base = score_extra(scores_of(require_input(inputs.base, "base"), inputs.observation, inputs.latents), "mean")
     mean, std = score_extra(inputs.scores, "mean"), score_extra(inputs.scores, "std")
     distance = (mean - base).square() / std.detach().square().clamp(min=1e-4)
-    return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, distance.mean((-2, -1)), 0.0)).sum()
+    return weight * (inputs.step_weights * torch.where(inputs.mask, distance.mean((-2, -1)), 0.0)).sum()
 
 
 @mechanism(Slot.AUXILIARY, "entropy", source="Williams & Peng 1991; ReinFlow, arXiv:2505.22094")
@@ -139,7 +145,7 @@ def entropy_bonus(inputs: AuxiliaryInputs, *, weight: float = 0.01) -> Tensor:
             "auxiliaries=[entropy]: this policy's noise is fixed, so its entropy is constant. Use tokens, or "
             "policy.kind=flow policy.flow_noise=learned."
         )
-    return -weight * (step_mean(inputs.mask) * inputs.scores.entropy).sum()
+    return -weight * (inputs.step_weights * inputs.scores.entropy).sum()
 
 
 @mechanism(Slot.AUXILIARY, "kl_base", source="estimators: joschu.net/blog/kl-approx", needs=(Need.BASE,))
@@ -157,7 +163,7 @@ def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: 
     forms = {"k1": x, "k2": 0.5 * x.square(), "k3": torch.expm1(-x) + x}
     if estimator not in forms:
         raise unknown_option("kl_base.estimator", estimator, forms)
-    return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, forms[estimator], 0.0)).sum()
+    return weight * (inputs.step_weights * torch.where(inputs.mask, forms[estimator], 0.0)).sum()
 
 
 @mechanism(Slot.AUXILIARY, "kl_convex", source="ReMix (KL-convex constraint), arXiv:2507.06892", needs=(Need.BASE,))
@@ -174,10 +180,15 @@ def stay_between(inputs: AuxiliaryInputs, *, weight: float = 0.01, base: float =
     logp = inputs.scores.logp
     log_ratios = [(logp - other).clamp(-10, 10) for other in (first, require_input(inputs.proximal, "proximal"))]
     penalty = sum(part * (torch.expm1(-x) + x) for part, x in zip((base, 1 - base), log_ratios, strict=True))
-    return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, penalty, 0.0)).sum()
+    return weight * (inputs.step_weights * torch.where(inputs.mask, penalty, 0.0)).sum()
 
 
-@mechanism(Slot.AUXILIARY, "best_of_n", source="Digi-Q, arXiv:2502.15760; IDQL, arXiv:2304.10573", needs=(Need.VALUES,))
+@mechanism(
+    Slot.AUXILIARY,
+    "best_of_n",
+    source="Digi-Q, arXiv:2502.15760; IDQL, arXiv:2304.10573",
+    needs=(Need.VALUES, Need.WHOLE_MINIBATCHES),
+)
 def best_of_n(
     inputs: AuxiliaryInputs, *, candidates: int = 8, decisions: int = 256, weight: float = 1.0, warmup: int = 2
 ) -> Tensor:
@@ -225,7 +236,7 @@ def step_preference_loss(better: Tensor, worse: Tensor, beta: float, clip: float
     Slot.AUXILIARY,
     "spo",
     source="SPO, arXiv:2406.04314",
-    needs=(Need.VALUES, Need.GAUSSIAN, Need.FINISHES, Need.BASE),
+    needs=(Need.VALUES, Need.GAUSSIAN, Need.FINISHES, Need.BASE, Need.WHOLE_MINIBATCHES),
 )
 def step_preferences(
     inputs: AuxiliaryInputs,

@@ -16,6 +16,7 @@ from robopolicy.training.collection.copies import BackgroundCollector, DelayedCo
 from robopolicy.training.collection.episodes import EpisodeCollector, StreamCollector, start_pool
 from robopolicy.training.collection.protocol import BatchCollector, Collector
 from robopolicy.training.collection.shards import ShardedEpisodes, ShardedStreams, ShardPlayer, Shards, ShardWorkers
+from robopolicy.training.collection.shared import shared_by_replicas
 from robopolicy.training.collection.stored import StoredPairs
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
@@ -28,6 +29,7 @@ __all__ = [
     "ShardWorkers",
     "StreamCollector",
     "make_collector",
+    "shared_by_replicas",
     "start_pool",
 ]
 

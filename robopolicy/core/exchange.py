@@ -1,0 +1,228 @@
+"""Exchange of tensors between the data-parallel processes of a run (`core.replicas`).
+
+With one process every function returns its argument. Axes: N rows of a minibatch, of which process r of R computes rows
+r, r + R, ... with gradient.
+"""
+
+import json
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch import distributed as _torch_distributed
+
+from robopolicy.core import replicas
+from robopolicy.core.arrays import is_mapping
+from robopolicy.core.errors import ConfigError, RobopolicyError
+from robopolicy.core.regression import DividesBatches
+from robopolicy.core.row_draws import RowDraws
+
+distributed: Any = _torch_distributed
+"""torch does not type its collectives."""
+FEWEST = 2
+"""Minimum number of rows per process: minibatches with fewer are computed in full by every process."""
+
+
+@contextmanager
+def _exchanging() -> Generator[None]:
+    """Turn errors of the connection into ReplicaLostError."""
+    try:
+        yield
+    except RuntimeError as error:  # gloo and NCCL have no class of their own for a lost peer
+        raise replicas.lost() from error
+
+
+def broadcast[T](make: Callable[[], T]) -> T:
+    """Return the leader's `make()` in every process; only the leader calls it.
+
+    The value consists of nested mappings, tensors (received on the CPU) and JSON values.
+    """
+    if replicas.count() == 1:
+        return make()
+    if not replicas.leads():
+        return _unpacked(_bytes_of(None), _bytes_of(None))
+    value, tensors = make(), dict[str, Tensor]()
+    skeleton = json.dumps({"value": _split(value, "value", tensors)}).encode()
+    for data in (skeleton, save(tensors)):
+        _bytes_of(data)
+    return value
+
+
+def _bytes_of(data: bytes | None) -> bytes:
+    """Broadcast the leader's bytes."""
+    with _exchanging():
+        size = torch.tensor([len(data or b"")])
+        distributed.broadcast(size, 0)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if data is not None:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        distributed.broadcast(buffer, 0)
+    return b"" if data is not None else cast(Any, buffer).numpy().tobytes()
+
+
+def _split(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Move the tensors of a tree to `tensors`, by path, and return the rest."""
+    if isinstance(node, Tensor):
+        tensors[path] = node.detach().cpu().contiguous().clone()
+        return {"__tensor__": path}
+    if is_mapping(node):
+        return {str(key): _split(value, f"{path}/{key}", tensors) for key, value in node.items()}
+    return node
+
+
+def _unpacked(skeleton: bytes, data: bytes) -> Any:
+    return _joined(json.loads(skeleton), load(data))["value"]
+
+
+def _joined(node: Any, tensors: dict[str, Tensor]) -> Any:
+    if is_mapping(node):
+        if set(node) == {"__tensor__"}:
+            return tensors[node["__tensor__"]]
+        return {key: _joined(value, tensors) for key, value in node.items()}
+    return node
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of a minibatch of N that this process computes with gradient: all of them, or every R-th.
+
+    rows: N; own: their slice. A minibatch of too few rows is computed in full by every process; `share` then divides
+    its gradient among them.
+    """
+
+    rows: int
+    own: slice = slice(None)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether this process computes all rows."""
+        return self.own == slice(None)
+
+    @property
+    def count(self) -> int:
+        """Number of own rows."""
+        return len(range(self.rows)[self.own])
+
+    @property
+    def share(self) -> float:
+        """Weight of the mean over the own rows in the mean over all N; of the processes, these add up to 1."""
+        return 1 / replicas.count() if self.is_all else self.count / self.rows
+
+    def among(self, where: Tensor) -> Tensor:
+        """Return the own ones of the N rows marked in `where` [...] bool."""
+        if self.is_all:
+            return where
+        indices = where.flatten().nonzero().squeeze(1)[self.own]
+        return torch.zeros_like(where).flatten().index_fill(0, indices, True).reshape(where.shape)
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Return values [N, ...] of all rows, without gradient, from those of the own rows [n, ...]."""
+        if self.is_all:
+            return own.detach()
+        size = -(-self.rows // replicas.count())
+        padded = own.new_zeros((size, *own.shape[1:]))
+        padded[: len(own)] = own.detach()
+        parts = [torch.empty_like(padded) for _ in range(replicas.count())]
+        with _exchanging():
+            distributed.all_gather(parts, padded)
+        return torch.stack(parts, 1).flatten(0, 1)[: self.rows]
+
+    def drawing(self) -> RowDraws | nullcontext[None]:
+        """Return a context in which random numbers of the own rows are those that one process would draw for them."""
+        return nullcontext() if self.is_all else RowDraws(self.rows, self.own)
+
+
+def part_of(rows: int) -> Part:
+    """Return this process's part of a minibatch of `rows` rows."""
+    size = replicas.count()
+    return Part(rows) if size == 1 or rows < FEWEST * size else Part(rows, slice(replicas.rank(), None, size))
+
+
+def divided(batch: Any, model: object) -> tuple[Part, Any]:
+    """Return this process's part of a training batch, and its rows; with one process, the batch.
+
+    batch: nested mappings of tensors and lists [N, ...], with the entry "observation"; others if the model
+    `DividesBatches`. Raises ConfigError for other models: they may compare rows, or draw for all of them.
+    """
+    if replicas.count() == 1:
+        return Part(0), batch
+    if isinstance(model, DividesBatches):
+        part = part_of(model.rows(batch))
+        return part, batch if part.is_all else model.divided(batch, part.own)
+    sizes = set(_sizes(batch))
+    if not (is_mapping(batch) and "observation" in batch and len(sizes) == 1):
+        raise ConfigError(
+            f"{type(model).__name__} has batches that data-parallel processes cannot divide: train it in one process, "
+            "without torchrun or accelerate."
+        )
+    part = part_of(sizes.pop())
+    return part, batch if part.is_all else _taken(batch, part.own)
+
+
+def _sizes(batch: Any) -> Iterator[int]:
+    if is_mapping(batch):
+        for value in batch.values():
+            yield from _sizes(value)
+    else:
+        yield len(batch)
+
+
+def _taken(batch: Any, own: slice) -> Any:
+    return {name: _taken(value, own) for name, value in batch.items()} if is_mapping(batch) else batch[own]
+
+
+def add_gradients(parameters: Sequence[nn.Parameter], terms: Iterable[Tensor] = ()) -> list[Tensor]:
+    """Replace the gradients of `parameters` by their sums over all processes; return the sums of the scalars `terms`,
+    [] each.
+
+    They are added in one exchange. Every process gets the same bits. A non-finite number in one of them is one in all.
+    """
+    scalars = [term.detach() for term in terms]
+    if replicas.count() == 1:
+        return scalars
+    device = parameters[0].device
+    kind = torch.float64 if any(each.dtype == torch.float64 for each in parameters) else torch.float32
+    present = torch.tensor([each.grad is not None for each in parameters], dtype=kind, device=device)
+    pieces = [
+        torch.zeros(each.numel(), dtype=kind, device=device) if each.grad is None else each.grad.flatten().to(kind)
+        for each in parameters
+    ]
+    ends = [each.reshape(1).to(device, kind) for each in scalars]
+    flat = torch.cat([*pieces, present, *ends])
+    with _exchanging():
+        distributed.all_reduce(flat)
+    place = 0
+    with torch.no_grad():
+        for index, parameter in enumerate(parameters):
+            size = parameter.numel()
+            if flat[len(flat) - len(ends) - len(parameters) + index] > 0:
+                parameter.grad = flat[place : place + size].reshape(parameter.shape).to(parameter.dtype)
+            place += size
+    return [value.to(scalar.dtype) for value, scalar in zip(flat[len(flat) - len(ends) :], scalars, strict=True)]
+
+
+class ReplicasDifferError(RobopolicyError):
+    """The processes of a run have different weights or random numbers."""
+
+
+def require_equal(tensors: Iterable[Tensor], what: str, where: str) -> None:
+    """Raise ReplicasDifferError unless tensors [...] are the same bits in all processes; where: name of the step."""
+    if replicas.count() == 1:
+        return
+    total = sum(int(each.detach().contiguous().view(_WORDS[each.element_size()]).sum()) for each in tensors)
+    sums = [torch.zeros(1, dtype=torch.int64) for _ in range(replicas.count())]
+    with _exchanging():
+        distributed.all_gather(sums, torch.tensor([total % 2**62]))
+    if any(not torch.equal(each, sums[0]) for each in sums):
+        raise ReplicasDifferError(
+            f"The {what} of this run's {replicas.count()} processes differ at {where}. They need the same packages, "
+            "threads and kind of device; otherwise a mechanism computed something that depends on the process."
+        )
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by size in bytes."""
