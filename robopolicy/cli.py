@@ -57,7 +57,7 @@ JOBS = {
 }
 """The most common jobs, each with its command."""
 
-SHARED = ("run", "world", "plan", "lerobot")
+SHARED = ("run", "world", "workers", "plan", "lerobot")
 """Sections that many verbs read: a verb's help lists only their setting names."""
 
 

@@ -100,7 +100,7 @@ def test_a_policy_of_another_world(root, checkpoint, capsys):
 def test_a_setting_that_a_verb_does_not_read_is_said(root, tmp_path, capsys):
     absent = tmp_path / "absent"
     message = complaint(capsys, "finetune", str(absent), "recipe=push_cube", "policy.width=33", f"run.root={root}")
-    known = "evaluate.episodes, evaluate.videos, policy.width: it reads only run, world, plan, finetune"
+    known = "evaluate.episodes, evaluate.videos, policy.width: it reads only run, world, workers, plan, finetune"
     assert "'finetune' does not read policy.width, policy.depth" in message and known in message
     message = complaint(capsys, "train", "world=push_t", "collect.quality=medium", f"run.root={root}")
     assert "quality" not in message and "push_t-medium" in message  # it says where the data lies

@@ -19,7 +19,7 @@ RARE = {
     "FinetuneConfig": "branch_width proximal_decay teacher_decay_fraction actor_warmup weight_decay gradient_clip"
     " clip_rate",
     "FinetuneSection": "critic_width",
-    "FitConfig": "final_rate weight_decay gradient_clip ema_decay ema_power log_every checkpoint_every",
+    "FitConfig": "warmup final_rate weight_decay gradient_clip ema_decay ema_power log_every checkpoint_every",
     "DistillConfig": "teacher_chain_fraction",
     "TeachConfig": "teacher_fraction",
     "DenoisingPolicyConfig": "heads denoising_steps timestep_spacing clip noise_clip logp_clamp flow_noise_bounds"

@@ -6,8 +6,7 @@ treats data with several instructions as one task, unless policy.text_encoder=wo
 policy.kind=token always reads them. train.encoder=CHECKPOINT (a decoder-free world model) makes the policy read its
 latent, so that `imagine` can fine-tune it there; its checkpoint contains both. train.policy=CHECKPOINT run.name=NAME
 continues training a robopolicy policy, with more steps or other data. If interrupted, run the same command again: it
-resumes and gives the same result. train.evaluate_episodes=0 skips the evaluation (for data from a robot without a
-simulator here).
+resumes and gives the same result. train.evaluate_episodes=0 skips the evaluation.
 """
 
 import warnings

@@ -232,10 +232,10 @@ class Shards:
         self._has_warned = True
         world, chunk = self.player.world.spec, self.player.policy.spec.chunk
         warnings.warn(
-            f"The state of the world '{world.name}' cannot be saved, so with finetune.shards={self.count} unfinished "
+            f"The state of the world '{world.name}' cannot be saved, so with shards={self.count} unfinished "
             "episodes start again in every iteration (shards_restarted in metrics.jsonl). To collect complete "
-            f"episodes, set finetune.rollout_length={math.ceil(world.horizon / chunk)} and finetune.overprovision=0, "
-            "or finetune.shards=1.",
+            f"episodes, set rollout_length={math.ceil(world.horizon / chunk)} and overprovision=0, "
+            "or shards=1.",
             RobopolicyWarning,
             stacklevel=4,
         )
@@ -303,7 +303,7 @@ class ShardedEpisodes(EpisodeCollector):
         )
         if config.groups < shards.count:
             raise ConfigError(
-                f"{config.groups} groups per batch cannot be divided into finetune.shards={shards.count}: set a larger "
+                f"{config.groups} groups per batch cannot be divided into shards={shards.count}: set a larger "
                 "finetune.groups, or fewer shards."
             )
         self.shards = shards

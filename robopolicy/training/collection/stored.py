@@ -43,7 +43,7 @@ class StoredPairs:
             name for name in ("staleness", "policy_lag", "props_parts", "overprovision") if getattr(config, name)
         ]
         if config.shards > 1:
-            raise ConfigError("Training on stored pairs collects no rollouts: set finetune.shards=1.")
+            raise ConfigError("Training on stored pairs collects no rollouts: set shards=1.")
         if playing:
             raise ConfigError(f"Training on stored pairs collects no rollouts: set {' and '.join(playing)} to 0.")
         self.rollouts = _paid_by_verdict(pairs.following(world.instructions).to(device))
