@@ -153,8 +153,8 @@ def divided(batch: Any, model: object) -> tuple[Part, Any]:
     if isinstance(model, DividesBatches):
         part = part_of(model.rows(batch))
         return part, batch if part.is_all else model.divided(batch, part.own)
-    sizes = set(_sizes(batch))
-    if not (is_mapping(batch) and "observation" in batch and len(sizes) == 1):
+    sizes = set(_sizes(batch)) if is_mapping(batch) and "observation" in batch else set[int]()
+    if len(sizes) != 1:
         raise ConfigError(
             f"{type(model).__name__} has batches that data-parallel processes cannot divide: train it in one process, "
             "without torchrun or accelerate."
