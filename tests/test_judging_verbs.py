@@ -129,7 +129,7 @@ def test_what_ends_half_way_leaves_nothing_of_other_settings(root, monkeypatch):
     assert run(root, "evaluate", *shared) == 0
     (place / "policy.mp4").write_bytes(b"a film")
     assert run(root, "evaluate", *shared) == 0 and (place / "policy.mp4").exists(), "the same settings: the same film"
-    monkeypatch.setattr("robopolicy.verbs.evaluate.judge", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("robopolicy.verbs.evaluate.evaluate_both_modes", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(root, "evaluate", *shared, "evaluate.episodes=4")
     assert not any((place / name).exists() for name in ("result.json", "report.html", "report.json", "policy.mp4"))

@@ -181,7 +181,7 @@ ROWS = {
         lambda f: f.drop(*OUTCOMES),
         ["offline.reward=head:{root}/model"],
         0,
-        ["detects success in", "of 6 episodes", "Decisions:"],
+        ["detects success in", "of 6 episodes", "Action chunks for the critic:"],
     ),
     "no end of the task, but success": (
         lambda f: f.drop("next.terminated"),

@@ -129,7 +129,7 @@ def test_inconsistent_episodes_are_refused():
         Episodes.concatenate([named, other])
     metres, inches = (replace(episodes, action_field=replace(episodes.action_field, unit=unit)) for unit in ("m", "in"))
     assert len(Episodes.concatenate([metres, episodes])) == 2 * len(episodes)
-    with pytest.raises(DataError, match="'action' is in 'm' in the first episodes, in 'in' in those to be conca"):
+    with pytest.raises(DataError, match="'action' is in 'm' in the first episodes, in 'in' in the other episodes"):
         Episodes.concatenate([metres, inches])
     with pytest.raises(DataError, match="Control rates differ"):
         Episodes.concatenate([episodes, Episodes(**{**vars_of(episodes), "fps": 20.0})])

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-import sims.engine
+import sims.physics.native
 from robopolicy.building.policies import choose_device
 from robopolicy.configuration.sections.run import RunSection
 from robopolicy.core import machine
@@ -27,7 +27,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("count", "usable", "pool"), [(1, 1, 0), (3, 3, 3), (0, 8, 8), (64, 8, 8)])
 def test_the_simulator_gets_the_threads_of_the_run(monkeypatch: pytest.MonkeyPatch, count: int, usable: int, pool: int):
     given = []
-    monkeypatch.setattr(sims.engine, "Rollout", lambda nthread: given.append(nthread))
+    monkeypatch.setattr(sims.physics.native, "Rollout", lambda nthread: given.append(nthread))
     choose_device(RunSection(device="cpu", threads=count))
     assert usable_threads() == usable
     assert make_world("reach_planar", 16).threads == usable

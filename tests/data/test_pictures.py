@@ -127,7 +127,7 @@ def test_columns_without_the_prefix_are_named_with_their_kinds(tmp_path):
     features = {"image": ("image", shape, NAMES["image"]), "wrist_image": ("image", shape, NAMES["image"])}
     values = {"image": pictures(), "wrist_image": pictures(), "state": state()}
     folder = written(tmp_path / "data", {**features, "state": ("float32", (2,), None)}, values)
-    columns = r"image \(pictures \[16, 24, 3\]\), wrist_image \(pictures \[16, 24, 3\]\), state \(float32 \[2\]\)"
+    columns = r"image \(images \[16, 24, 3\]\), wrist_image \(images \[16, 24, 3\]\), state \(float32 \[2\]\)"
     with pytest.raises(DataError, match=rf"no column 'observation\.\*'.* {columns}"):
         read_dataset(folder)
 
