@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributions import Normal
 
+from robopolicy.core.exchange import Part
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.collect import play, start_streams
@@ -54,7 +55,7 @@ def test_gradients_of_the_published_loss(steps: int, seed: int):
     chain_latents = {key: value[:, 0] for key, value in flat.latents.items()}
     scores = policy.log_prob(observation, chain_latents)
     step = torch.arange(steps).expand(len(flat.group), 1, steps)
-    scored = learner._score(flat, scores.logp.detach()[:, None], step, scores, 0.0)
+    scored = learner._score(flat, scores.logp.detach()[:, None], step, scores, Part(len(flat.group)), 0.0)
     coefficient, _ = algorithm.coefficient(scored)
     ours = policy_loss(scores.logp[:, None], coefficient, algorithm.weight(scored.mask, flat))
     gradients = torch.autograd.grad(ours, policy.trainable_parameters())

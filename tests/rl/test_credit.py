@@ -14,6 +14,7 @@ from robopolicy.rl import rewards
 from robopolicy.rl.context import Context
 from robopolicy.rl.experimental import auxiliaries, credit
 from robopolicy.rl.experimental import rewards as experimental_rewards
+from robopolicy.rl.weights import step_mean
 
 CONTEXT = Context(torch.Generator(), iteration=5, iterations=10)
 
@@ -104,6 +105,7 @@ def test_the_kl_to_the_base_has_its_minimum_at_the_base(estimator):
         observation={},
         latents={},
         mask=torch.tensor([[True, True]]),
+        step_weights=step_mean(torch.tensor([[True, True]])),
         scores=Scores(logp, torch.zeros_like(base)),
     )
     loss = auxiliaries.stay_near_base(inputs, weight=1.0, estimator=estimator)
@@ -117,7 +119,8 @@ def test_the_kl_to_the_base_has_its_minimum_at_the_base(estimator):
 
 def test_an_entropy_bonus_pays_for_entropy():
     entropy = torch.tensor([[0.5, 9.0]], requires_grad=True)
-    inputs = SimpleNamespace(mask=torch.tensor([[True, False]]), scores=Scores(torch.zeros(1, 2), entropy))
+    mask = torch.tensor([[True, False]])
+    inputs = SimpleNamespace(mask=mask, step_weights=step_mean(mask), scores=Scores(torch.zeros(1, 2), entropy))
     assert float(auxiliaries.entropy_bonus(inputs, weight=0.1).detach()) == pytest.approx(-0.05)
     inputs.scores = Scores(torch.zeros(1, 2), entropy.detach())
     with pytest.raises(ConfigError, match="noise is fixed"):
