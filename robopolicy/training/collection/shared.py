@@ -53,8 +53,9 @@ class SharedCollector:
 
     def report(self, number: int) -> dict[str, float]:
         """See `Reports`."""
-        reports = replicas.leads() and isinstance(self.collector, Reports)
-        return dict(self.collector.report(number)) if reports else {}
+        if replicas.leads() and isinstance(self.collector, Reports):
+            return self.collector.report(number)
+        return {}
 
     def tree(self) -> dict[str, Any]:
         """See `Collector`."""
