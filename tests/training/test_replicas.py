@@ -44,7 +44,7 @@ def environment() -> dict[str, str]:
 
 def run(*command: object) -> "subprocess.CompletedProcess[str]":
     words = [str(word) for word in command]
-    return subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=850, check=False)
 
 
 def ours(result: "subprocess.CompletedProcess[str]") -> list[str]:
