@@ -20,6 +20,7 @@ from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ConfigError, RobopolicyError
 from robopolicy.core.regression import DividesBatches
 from robopolicy.core.row_draws import RowDraws
+from robopolicy.core.tensors import join_tree, split_tree
 
 distributed: Any = _torch_distributed
 """torch does not type its collectives."""
@@ -44,9 +45,10 @@ def broadcast[T](make: Callable[[], T]) -> T:
     if replicas.count() == 1:
         return make()
     if not replicas.leads():
-        return _unpacked(_bytes_of(None), _bytes_of(None))
+        described = json.loads(_bytes_of(None))
+        return join_tree(described, load(_bytes_of(None)), "the broadcast tensors", "the broadcast tree")["value"]
     value, tensors = make(), dict[str, Tensor]()
-    skeleton = json.dumps({"value": _split(value, "value", tensors)}).encode()
+    skeleton = json.dumps(split_tree({"value": value}, "", tensors)).encode()
     for data in (skeleton, save(tensors)):
         _bytes_of(data)
     return value
@@ -62,28 +64,6 @@ def _bytes_of(data: bytes | None) -> bytes:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         distributed.broadcast(buffer, 0)
     return b"" if data is not None else cast(Any, buffer).numpy().tobytes()
-
-
-def _split(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Move the tensors of a tree to `tensors`, by path, and return the rest."""
-    if isinstance(node, Tensor):
-        tensors[path] = node.detach().cpu().contiguous().clone()
-        return {"__tensor__": path}
-    if is_mapping(node):
-        return {str(key): _split(value, f"{path}/{key}", tensors) for key, value in node.items()}
-    return node
-
-
-def _unpacked(skeleton: bytes, data: bytes) -> Any:
-    return _joined(json.loads(skeleton), load(data))["value"]
-
-
-def _joined(node: Any, tensors: dict[str, Tensor]) -> Any:
-    if is_mapping(node):
-        if set(node) == {"__tensor__"}:
-            return tensors[node["__tensor__"]]
-        return {key: _joined(value, tensors) for key, value in node.items()}
-    return node
 
 
 @dataclass(frozen=True)

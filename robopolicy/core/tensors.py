@@ -27,7 +27,7 @@ _HASH = "__sha256__"
 def save_tree(folder: Path, name: str, tree: Tree) -> None:
     """Write `tree` into `folder` as `<name>.safetensors` and `<name>.json`, which stores the hash of the former."""
     tensors: dict[str, Tensor] = {}
-    skeleton = _split(tree, "", tensors)
+    skeleton = split_tree(tree, "", tensors)
     with storage_errors(folder):
         path = Path(folder) / f"{name}.safetensors"
         save_file(tensors, path)
@@ -42,30 +42,33 @@ def load_tree(folder: Path, name: str, device: torch.device | str = "cpu") -> di
     tensors = load_tensors(path, device)
 
     with read_errors(described, failure=CheckpointError):
-        return _joined({key: value for key, value in skeleton.items() if key != _HASH}, tensors, path, described)
+        return join_tree({key: value for key, value in skeleton.items() if key != _HASH}, tensors, path, described)
 
 
 # Not inside what calls them: a local function that calls itself is a reference cycle, which keeps a whole checkpoint's
 # tensors until Python's collector comes round.
-def _split(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Move the tensors of a tree to `tensors`, keyed by path, and return the rest."""
+def split_tree(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Move the tensors [...] of a tree to `tensors`, keyed by path, and return the rest."""
     if isinstance(node, Tensor):
         tensors[path] = node.detach().cpu().contiguous().clone()
         return {"__tensor__": path}
     if is_mapping(node):
         inner = ((str(key), value) for key, value in node.items())
-        return {key: _split(value, f"{path}/{key}" if path else key, tensors) for key, value in inner}
+        return {key: split_tree(value, f"{path}/{key}" if path else key, tensors) for key, value in inner}
     return node
 
 
-def _joined(node: Any, tensors: Mapping[str, Tensor], path: Path, described: Path) -> Any:
-    """Insert tensors where `_split` removed them."""
+def join_tree(node: Any, tensors: Mapping[str, Tensor], path: object, described: object) -> Any:
+    """Insert tensors [...] where `split_tree` removed them; path, described: names of both parts.
+
+    Raises CheckpointError when a tensor is missing.
+    """
     if is_mapping(node):
         if set(node) == {"__tensor__"}:
             if node["__tensor__"] not in tensors:
                 raise CheckpointError(f"{path} lacks '{node['__tensor__']}', which {described} refers to.")
             return tensors[node["__tensor__"]]
-        return {key: _joined(value, tensors, path, described) for key, value in node.items()}
+        return {key: join_tree(value, tensors, path, described) for key, value in node.items()}
     return node
 
 
