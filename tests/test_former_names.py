@@ -1,6 +1,7 @@
 """Former names of settings work for one release with a note; saved runs and checkpoints are read under either name."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,7 +12,9 @@ from robopolicy.core.errors import ConfigError, RobopolicyNote
 from robopolicy.core.structured import from_plain, renamed, to_plain, with_current_names
 from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.runs import open_fresh_run, open_run
-from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.serving.configuration import ServerConfig
+from robopolicy.training.configuration import FinetuneConfig, OnlineConfig, PretrainConfig
+from robopolicy.training.course import StoppingSettings
 from worldmodels.configuration import VideoConfig
 
 PAIRS = {
@@ -34,6 +37,9 @@ PAIRS = {
     "worldmodel.kind=rssm worldmodel.rssm.burn_in=3": "worldmodel.kind=rssm worldmodel.config.burn_in=3",
 }
 """Settings under a former name, and the same under the current one."""
+
+CONSTRUCTED = (FinetuneConfig, PretrainConfig, OnlineConfig, IqlConfig, VideoConfig, ServerConfig, StoppingSettings)
+"""Settings that callers of the Python interface construct."""
 
 
 def words(text: str) -> list[str]:
@@ -102,7 +108,7 @@ def former(tree: object, kind: object) -> object:
     return {names.get(key, key): former(value, getattr(kind, key, None)) for key, value in tree.items()}
 
 
-def saved(path: Path, config: Config) -> dict[str, object]:
+def saved(path: Path, config: Config) -> dict[str, Any]:
     written = yaml.safe_load(path.read_text())
     return {name: former(section, getattr(config, name)) for name, section in written.items()}
 
@@ -157,3 +163,15 @@ def test_code_that_reads_a_setting_by_its_former_name_works_with_a_note():
 def test_our_recipes_use_the_current_names(recipe, recwarn):
     compose([f"recipe={recipe}"])
     assert not [note for note in recwarn if "is now" in str(note.message)]
+
+
+@pytest.mark.parametrize("kind", CONSTRUCTED, ids=lambda kind: kind.__name__)
+def test_the_constructor_of_settings_accepts_former_names(kind: type):
+    for former, present in renamed(kind).items():
+        value = getattr(kind(), present)
+        with pytest.warns(DeprecationWarning, match=rf"{kind.__name__}\({former}=\) is now called {present}\."):
+            assert kind(**{former: value}) == kind()
+        with pytest.warns(DeprecationWarning, match=f"{kind.__name__}.{former} is now {present}"):
+            assert getattr(kind(), former) == value
+        with pytest.raises(TypeError, match=f"'{former}' is the former name of '{present}'"):
+            kind(**{former: value, present: value})

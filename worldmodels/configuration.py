@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative
-from robopolicy.core.structured import REGISTRY
+from robopolicy.core.structured import REGISTRY, FormerNames
 from robopolicy.nn.configuration import AGGREGATES, EdmConfig, Precision
 
 
 @dataclass(frozen=True)
-class ReadoutConfig:
+class ReadoutConfig(FormerNames):
     """Settings of predicting states, reward and success from frames.
 
     It is given states that are off by about a standard deviation of a step's change, and learns to mend them.
@@ -71,7 +71,7 @@ DECODER_CHANNELS = 8
 
 
 @dataclass(frozen=True)
-class EnsembleConfig:
+class EnsembleConfig(FormerNames):
     """An ensemble of dynamics networks."""
 
     builds: ClassVar[str] = "worldmodels.ensemble:EnsembleModel"
@@ -108,7 +108,7 @@ class EnsembleConfig:
 
 
 @dataclass(frozen=True)
-class LatentEnsembleConfig:
+class LatentEnsembleConfig(FormerNames):
     """An image encoder, and an ensemble of dynamics networks on its features; policies read the features."""
 
     builds: ClassVar[str] = "worldmodels.latent_ensemble:LatentEnsembleModel"
@@ -159,7 +159,7 @@ class TrajectoryConfig:
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class PlanConfig(FormerNames):
     """Planning in a world model: execute the best of several policy chunks, as predicted by the model."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"futures": "rollouts"}
@@ -222,7 +222,7 @@ START_SHARE = SUCCESS_SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class RssmConfig:
+class RssmConfig(FormerNames):
     """A recurrent state-space model (DreamerV3)."""
 
     builds: ClassVar[str] = "worldmodels.rssm.model:RssmModel"
@@ -315,7 +315,7 @@ UNROLL_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class PixelDiffusionConfig:
+class PixelDiffusionConfig(FormerNames):
     """Pixel diffusion with DIAMOND's noise and sampling parameters."""
 
     builds: ClassVar[str] = "worldmodels.pixel_diffusion:PixelDiffusionModel"
@@ -414,7 +414,7 @@ ACTION_DROPOUT = 0.05
 
 
 @dataclass(frozen=True)
-class VideoConfig:
+class VideoConfig(FormerNames):
     """A latent video model of all cameras."""
 
     builds: ClassVar[str] = "worldmodels.video.model:VideoModel"

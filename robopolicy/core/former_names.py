@@ -5,13 +5,21 @@ A module ends with a table of its own:
     keep_former_names(__name__, {"ask_for": "import_plugins"})
 
 `from module import ask_for` and `module.ask_for` then return `import_plugins`. A class keeps a former name of a member
-by `share = FormerName("progress")`. The tables of one release are removed in the next.
+by `share = FormerName("progress")`, and a function or constructor keeps former names of its arguments by
+
+    @accept_former_arguments({"oversight": "stopping"})
+
+The tables of one release are removed in the next.
 """
 
+import functools
 import sys
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")  # and no type parameters: the robot's side is for Python 3.10 too
+R = TypeVar("R")
 
 
 def keep_former_names(module: str, names: Mapping[str, str]) -> None:
@@ -42,6 +50,37 @@ class FormerName:
     def __get__(self, instance: Any, owner: type) -> Any:
         warnings.warn(_note(f"{owner.__name__}.{self.former}", self.present), DeprecationWarning, stacklevel=2)
         return getattr(owner if instance is None else instance, self.present)
+
+
+def accept_former_arguments(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let the decorated function accept keyword arguments under their former `names`, former name -> present name.
+
+    Each former name issues a DeprecationWarning. Raises TypeError if an argument is passed under both names.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return cast(Any, function)(*args, **with_present_arguments(function.__qualname__, names, kwargs))
+
+        return call
+
+    return decorate
+
+
+def with_present_arguments(function: str, names: Mapping[str, str], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keyword `arguments` of a call of `function` under their present names; raises TypeError if an argument
+    is given under both.
+    """
+    if names.keys().isdisjoint(arguments):
+        return arguments
+    result = dict(arguments)
+    for former in names.keys() & arguments.keys():
+        if names[former] in result:
+            raise TypeError(f"{function}: '{former}' is the former name of '{names[former]}', and both are given")
+        warnings.warn(_note(f"{function}({former}=)", names[former]), DeprecationWarning, stacklevel=3)
+        result[names[former]] = result.pop(former)
+    return result
 
 
 def _note(former: str, present: str) -> str:

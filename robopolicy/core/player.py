@@ -21,7 +21,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError
-from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.former_names import FormerName, keep_former_names
 from robopolicy.core.history import newest_window
 from robopolicy.core.origin import prefix_errors
 from robopolicy.core.policy import Decision, Policy, ResumesDecision, TensorObservation, is_policy, to_tensors
@@ -213,6 +213,8 @@ class Player[Info]:
         """Reset every row and run one episode per seed, [n <= B]; spare rows reuse the seeds but do not run."""
         self.running = np.zeros(self.world.batch_size, dtype=bool)
         self.start(np.resize(seeds, self.world.batch_size), options=options, count=len(seeds))
+
+    start_wave = FormerName("start_batch")
 
     def restore(self, world: Snapshots, snapshot: Snapshot, rows: Array) -> None:
         """Resume `rows` [R] from `snapshot`; world: the same world, typed as `Snapshots`."""

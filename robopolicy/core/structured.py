@@ -11,10 +11,11 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, cast
 
 from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.errors import ConfigError, did_you_mean, in_one_line
+from robopolicy.core.former_names import with_present_arguments
 from robopolicy.core.ranges import LARGEST
 from robopolicy.core.registry import Kinds
 
@@ -110,8 +111,24 @@ def renamed(kind: type) -> dict[str, str]:
     return _of_classes(kind, "RENAMED")
 
 
-class FormerNames:
-    """Base of settings that other people's code reads: attributes with former names work for one release."""
+class _AcceptsFormerNames(type):
+    """Class of classes whose constructor accepts the former names of settings."""
+
+    if not TYPE_CHECKING:  # a checker reads the constructor of each dataclass, which has the present names only
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **with_present_arguments(cls.__name__, renamed(cls), kwargs))
+
+        @property
+        def __signature__(cls) -> inspect.Signature:
+            whole = inspect.signature(cls.__init__)
+            return whole.replace(parameters=[*whole.parameters.values()][1:], return_annotation=inspect.Signature.empty)
+
+
+class FormerNames(metaclass=_AcceptsFormerNames):
+    """Base of dataclasses of settings: former names of settings (see `renamed`) work for one release, as arguments of
+    the constructor and as attributes, each with a DeprecationWarning.
+    """
 
     def __getattr__(self, name: str) -> Any:
         names = renamed(type(self))

@@ -6,10 +6,11 @@ from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Natural, Positive
+from robopolicy.core.structured import FormerNames
 
 
 @dataclass(frozen=True)
-class CorrectConfig:
+class CorrectConfig(FormerNames):
     """Conditions under which the expert takes over from a policy, and the number of actions undone first."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"patience": "no_progress_steps", "budget": "max_policy_steps"}
@@ -35,7 +36,7 @@ class CorrectConfig:
 
 
 @dataclass(frozen=True)
-class ConvertConfig:
+class ConvertConfig(FormerNames):
     """Columns and episodes of another format to convert to a LeRobotDataset."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"without": "exclude_episodes"}

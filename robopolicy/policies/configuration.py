@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Positive
+from robopolicy.core.structured import FormerNames
 from robopolicy.nn.configuration import (
     AGGREGATES,
     DenoiserKind,
@@ -64,7 +65,7 @@ class LogpReduction(Enum):
 
 
 @dataclass(frozen=True)
-class DenoisingPolicyConfig:
+class DenoisingPolicyConfig(FormerNames):
     """A diffusion or flow policy over action chunks.
 
     Axes: H history, C chunk, P predicted steps, T training grid, K sampling steps, of which K' are fine-tuned.
@@ -205,7 +206,7 @@ class DenoisingPolicyConfig:
 
 
 @dataclass(frozen=True)
-class JointConfig:
+class JointConfig(FormerNames):
     """Settings of a diffusion model that is policy, world model and value function at once, and of its planning."""
 
     builds: ClassVar[str] = "robopolicy.policies.joint:JointModel"

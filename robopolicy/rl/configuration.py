@@ -7,6 +7,7 @@ from typing import Any
 
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.registry import is_dotted
+from robopolicy.core.structured import FormerNames
 from robopolicy.rl.presets import PRESETS, RatioLevel
 from robopolicy.rl.registry import (
     SEVERAL,
@@ -84,7 +85,7 @@ class Resolved:
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
+class AlgorithmConfig(FormerNames):
     """Choice of mechanisms: a preset, and per slot an override (null: the preset's).
 
     `robopolicy algorithms` lists all presets and mechanisms.

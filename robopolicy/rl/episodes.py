@@ -23,7 +23,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array, is_mapping
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.former_names import accept_former_arguments, keep_former_names
 from robopolicy.core.images import FrameStore, Keeping, store_for
 from robopolicy.core.origin import prefix_errors
 from robopolicy.core.player import Player, PolicyActor
@@ -209,6 +209,7 @@ class EpisodePlayer:
     inside policy calls if the policy cannot continue from there.
     """
 
+    @accept_former_arguments({"stop_still": "max_idle_chunks"})
     def __init__(
         self,
         world: World,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import NonFiniteError, ServingError
-from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.former_names import accept_former_arguments, keep_former_names
 from robopolicy.core.policy import Policy, TensorObservation, to_tensors
 from robopolicy.core.spec import TASK, Observation, all_finite
 from robopolicy.inference.chunking import Plans, PredictsAhead
@@ -139,6 +139,7 @@ class InferenceQueue:
     computes predictions that continue a robot's remaining actions.
     """
 
+    @accept_former_arguments({"maximum_batch": "max_batch_size", "maximum_waiting": "max_queue_size"})
     def __init__(
         self,
         policy: Policy,

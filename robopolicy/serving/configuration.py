@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.holding import POSITIONS
 from robopolicy.core.ranges import Count, Natural, NonNegative, Positive
-from robopolicy.core.structured import REGISTRY
+from robopolicy.core.structured import REGISTRY, FormerNames
 
 LONGEST_KEY = 4096
 """Maximum characters of an API key: servers refuse headers of twice this length."""
@@ -33,7 +33,7 @@ def require_key(key: str) -> None:
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(FormerNames):
     """A policy server."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {
@@ -116,7 +116,7 @@ class ServerAddress:
 
 
 @dataclass(frozen=True)
-class RobotSettings:
+class RobotSettings(FormerNames):
     """Settings for driving a robot."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {
@@ -202,7 +202,7 @@ class RobotSettings:
 
 
 @dataclass(frozen=True)
-class AttachedRobot:
+class AttachedRobot(FormerNames):
     """A LeRobot robot."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"answers_within": "robot_timeout", "camera_age": "frozen_camera_timeout"}

@@ -26,7 +26,7 @@ import numpy as np
 
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, SpecError, did_you_mean, in_one_line
-from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.former_names import accept_former_arguments, keep_former_names
 from robopolicy.core.progress import progress
 from robopolicy.core.registry import is_dotted, load_dotted
 from robopolicy.core.spec import TASK
@@ -127,6 +127,7 @@ class AttachedLeRobot:
     it is not calibrated or the hold behaviour of an element is undefined, and the errors of `wire` and the wiring.
     """
 
+    @accept_former_arguments({"answers_within": "robot_timeout", "camera_age": "frozen_camera_timeout"})
     def __init__(
         self,
         robot: "Robot",

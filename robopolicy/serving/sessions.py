@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from robopolicy.core.errors import NonFiniteError, SpecError
-from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.former_names import FormerName, keep_former_names
 from robopolicy.core.spec import PolicySpec
 from robopolicy.inference.chunking import RunningPlan
 from robopolicy.serving.inputs import Session
@@ -88,6 +88,8 @@ class RobotSession(Session):
         """Clear history and predictions: the next frame starts an episode."""
         super().reset()
         self.plans = 0
+
+    take_left = FormerName("pop_remaining")
 
     def pop_remaining(self, request: dict[Any, Any], offered: bool) -> RemainingActions | None:
         """Remove the robot's remaining actions from a request and return them, None if there are none.

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Positive
+from robopolicy.core.structured import FormerNames
 from robopolicy.nn.configuration import LearningPrecision, Optimiser
 from robopolicy.rl.configuration import AlgorithmConfig
 
@@ -47,7 +48,7 @@ class FitConfig:
 
 
 @dataclass(frozen=True)
-class RegressionConfig:
+class RegressionConfig(FormerNames):
     """Samples per step, and regression settings of a policy."""
 
     batch_size: Count = 256
@@ -388,7 +389,7 @@ def with_bc_toward_base(settings: FinetuneConfig, weight: float) -> FinetuneConf
 
 
 @dataclass(frozen=True)
-class OnlineConfig:
+class OnlineConfig(FormerNames):
     """Settings for online RL, after offline training or from scratch.
 
     WSRL (arXiv:2412.07762): warmup=5000 retain=0, RLPD (arXiv:2302.02948): retain=0.5. Raises ConfigError on fractions

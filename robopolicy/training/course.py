@@ -8,9 +8,10 @@ policy. Divergence ends the run only when real success stops improving.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
-from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.former_names import FormerName, accept_former_arguments, keep_former_names
+from robopolicy.core.structured import FormerNames
 
 
 class EndReason(StrEnum):
@@ -21,9 +22,16 @@ class EndReason(StrEnum):
     PATIENCE = "patience"
     ITERATIONS = "all iterations done"
 
+    PARTED = FormerName("DIVERGED")
+
+    @classmethod
+    def _missing_(cls, value: object) -> "EndReason | None":
+        # Resume points of version 0.1 contain this text.
+        return cls.DIVERGED if value == "gap with no real gain" else None
+
 
 @dataclass(frozen=True)
-class StoppingSettings:
+class StoppingSettings(FormerNames):
     """Stopping settings of a run.
 
     watched: whether success is also measured in the real environment, and only that counts; patience: number of
@@ -32,6 +40,8 @@ class StoppingSettings:
     initial factor of the `bc` loss toward the base policy, 0 to disable it; bc_growth: factor by which it grows at
     every diverged evaluation whose gap has not narrowed, 1 to keep it constant.
     """
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"leash": "bc_weight", "tighten": "bc_growth"}
 
     patience: int = 0
     bc_weight: float = 1.0
@@ -49,6 +59,7 @@ class StoppingRule:
     continues.
     """
 
+    @accept_former_arguments({"oversight": "stopping"})
     def __init__(self, stopping: StoppingSettings, target: float | None = None):
         self.stopping = stopping
         self.target = target

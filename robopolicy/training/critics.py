@@ -21,7 +21,7 @@ from robopolicy.core.checkpoints import read_weights, require_format, restoring,
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.examples import example_observation
-from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.former_names import FormerName, keep_former_names
 from robopolicy.core.modules import Module
 from robopolicy.core.origin import described_origin
 from robopolicy.core.policy import ActsFromNoise, DecidesFromNoise, Decision, Policy, TensorObservation
@@ -98,6 +98,8 @@ class AgentPolicy(nn.Module):
     def reset(self, rows: Rows = None) -> None:
         """Do nothing; no row [R] has state between policy calls."""
 
+    begin_to_act = FormerName("enable_agent")
+
     def enable_agent(self) -> None:
         """Do nothing; the agent acts from the start."""
 
@@ -173,6 +175,8 @@ class SteeredPolicy(nn.Module):
         if not isinstance(inner, ActsFromNoise):
             raise ConfigError(f"{type(inner).__name__} cannot start from given noise, which steering (DSRL) requires.")
         return _by_means_of(self, inner)
+
+    begin_to_act = FormerName("enable_agent")
 
     def enable_agent(self) -> None:
         """Let the agent choose the noise from now on."""

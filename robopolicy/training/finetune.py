@@ -21,6 +21,7 @@ from torch import Tensor
 
 from robopolicy.core import replicas
 from robopolicy.core.exchange import broadcast, require_equal
+from robopolicy.core.former_names import accept_former_arguments
 from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, RecordsMeans, ScoredPolicy, Scores, Trainable
 from robopolicy.core.progress import progress
@@ -113,6 +114,7 @@ class FinetuneResult:
         return {"iterations": self.iterations, "reached_target": self.reached_target, "ended": self.ended.value}
 
 
+@accept_former_arguments({"oversight": "stopping"})
 def finetune(
     policy: Trainable,
     critic: Critic | None,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from robopolicy.core.exchange import Part
 from robopolicy.nn.configuration import Spacing
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.rl.advantages.gae import gae
@@ -85,7 +86,7 @@ def test_the_gradient_is_the_trainers(one_file, pair):
     latents = {key: value[:, 0] for key, value in rows.latents.items()}
     scores = policy.log_prob(observation, latents)
     step = torch.arange(STEPS).expand(len(rows.group), 1, STEPS)
-    scored = learner._score(rows, scores.logp.detach()[:, None], step, scores, 0.0)
+    scored = learner._score(rows, scores.logp.detach()[:, None], step, scores, Part(len(rows.group)), 0.0)
     coefficient, _ = algorithm.coefficient(scored)
     theirs = policy_loss(scores.logp[:, None], coefficient, algorithm.weight(scored.mask, rows))
     expected = torch.autograd.grad(theirs, policy.trainable_parameters())

@@ -12,6 +12,7 @@ from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.ranges import Count, NonNegative, Pixels, Positive
 from robopolicy.core.storage import read_errors, read_object, recover_folder
+from robopolicy.core.structured import FormerNames
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.policies.configuration import Reach
 
@@ -30,7 +31,7 @@ class TrainableWeights(Enum):
 
 
 @dataclass(frozen=True)
-class LeRobotTuning:
+class LeRobotTuning(FormerNames):
     """Exploration and training settings of a LeRobot policy; values are in its normalised actions."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {
@@ -85,7 +86,7 @@ class LeRobotTuning:
 
 
 @dataclass(frozen=True)
-class LeRobotStart:
+class LeRobotStart(FormerNames):
     """A LeRobot policy to train further; its network, processors and statistics are kept."""
 
     builds: ClassVar[str] = "robopolicy.policies.lerobot.acting:FromLeRobot"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.checkpoints import read_weights, require_format, restoring
 from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.former_names import FormerName
 from robopolicy.core.policy import Decision, Scores, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, Field, PolicySpec, validate_observation
 from robopolicy.core.structured import from_plain
@@ -170,6 +171,8 @@ class TokenPolicy(nn.Module):
         a non-finite action.
         """
         return self.generate_actions(self._prompt(observation), generator, deterministic=deterministic)
+
+    say = FormerName("generate_actions")
 
     def generate_actions(self, prompt: Prompt, generator: torch.Generator, *, deterministic: bool) -> Decision:
         """Generate actions [B, C, A] after a prompt; see `act`."""

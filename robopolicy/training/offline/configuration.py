@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Fraction, NonNegative, Positive
 from robopolicy.core.registry import Kinds
+from robopolicy.core.structured import FormerNames
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class CriticFitConfig:
 
 
 @dataclass(frozen=True)
-class ChainPpoConfig:
+class ChainPpoConfig(FormerNames):
     """PPO through the chain of denoising (or token) steps at recorded observations, with a critic's values as reward:
     RL-100.
 
@@ -62,7 +63,7 @@ class ChainPpoConfig:
 
 
 @dataclass(frozen=True)
-class WeightedImitationConfig:
+class WeightedImitationConfig(FormerNames):
     """Advantage-weighted regression: imitate recorded actions with weight exp(temperature * advantage).
 
     Sources: AWR, Peng et al. 2019, arXiv:1910.00177; with expectile critics as in IQL, arXiv:2110.06169, and for
@@ -90,7 +91,7 @@ class WeightedImitationConfig:
 
 
 @dataclass(frozen=True)
-class FilteredImitationConfig:
+class FilteredImitationConfig(FormerNames):
     """Filtered behaviour cloning: imitate the best fraction of the recorded action chunks and ignore the rest.
 
     Source: CRR's binary weights 1[A > threshold], Wang et al. 2020, arXiv:2006.15134, with the threshold at a quantile
@@ -123,7 +124,7 @@ class FilteredImitationConfig:
 
 
 @dataclass(frozen=True)
-class BestOfConfig:
+class BestOfConfig(FormerNames):
     """The policy imitates the best of several of its own sampled chunks, as selected by the critic: IDQL's choice,
     distilled.
 
@@ -186,7 +187,7 @@ class DiffusionQlConfig:
 
 
 @dataclass(frozen=True)
-class AdjointMatchingConfig:
+class AdjointMatchingConfig(FormerNames):
     """Adjoint matching: tilt a flow policy towards a critic, to base(a) exp(strength Q(a)).
 
     Sources: adjoint matching, Domingo-Enrich et al. 2024, arXiv:2409.08861; QAM, arXiv:2601.14234, its use with critics
@@ -216,7 +217,7 @@ class AdjointMatchingConfig:
 
 
 @dataclass(frozen=True)
-class RecapConfig:
+class RecapConfig(FormerNames):
     """RECAP: imitate all recorded data conditioned on a "better than usual" indicator; at inference the indicator is
     set to better.
 
@@ -264,7 +265,7 @@ class RecapConfig:
 
 
 @dataclass(frozen=True)
-class ImaginedPpoConfig:
+class ImaginedPpoConfig(FormerNames):
     """PPO through the denoising chain in a world model trained on the log; it has its own fine-tuning settings.
 
     Source: the setting of MOPO and DiWA (arXiv:2005.13239, arXiv:2508.03645), with a gate. The evaluator of the gate
@@ -288,7 +289,7 @@ class ImaginedPpoConfig:
 
 
 @dataclass(frozen=True)
-class DsrlConfig:
+class DsrlConfig(FormerNames):
     """DSRL: steer a frozen diffusion or flow policy by its initial noise; an actor over noise maximises the critic.
 
     Source: DSRL, Wagenmaker et al. 2025, arXiv:2506.15799 (its noise-aliased form). All executed actions are ones that
@@ -348,7 +349,7 @@ class IdqlConfig:
 
 
 @dataclass(frozen=True)
-class GuidedConfig:
+class GuidedConfig(FormerNames):
     """Synthetic episodes from a diffusion model of the log, guided towards the policy: arXiv:2404.06356."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"count": "episodes"}
