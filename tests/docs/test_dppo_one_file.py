@@ -82,7 +82,7 @@ def test_the_gradient_is_the_trainers(one_file, pair):
     learner = Learner(policy, None, None, algorithm, FinetuneConfig(clip=CLEANEST, clip_base=BASE), ("",))
     rows = prepared.flat()
     rows = rows.take(rows.alive.squeeze(1).nonzero().squeeze(1))
-    observation = {key: value[:, 0] for key, value in rows.observation.items()}
+    observation = {key: torch.as_tensor(value)[:, 0] for key, value in rows.observation.items()}
     latents = {key: value[:, 0] for key, value in rows.latents.items()}
     scores = policy.log_prob(observation, latents)
     step = torch.arange(STEPS).expand(len(rows.group), 1, STEPS)
