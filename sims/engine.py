@@ -42,10 +42,11 @@ from sims.wording import PLAIN, TRAINING, instruction_set
 REWARDS = ("progress", "success")
 
 
-def load_model(task: Task) -> mujoco.MjModel:
+def load_model(task: Task, substeps: int | None = None) -> mujoco.MjModel:
     """Compile the task's MJCF and check the engine's requirements.
 
-    Raises ConfigError when the file does not exist, or unless fps x substeps x timestep is one second.
+    substeps: physics steps per control step, None for the task's own; the timestep then follows from it. Raises
+    ConfigError when the file does not exist, or unless the task's fps x substeps x timestep is one second.
     """
     model = mujoco.MjModel.from_xml_path(str(model_path(task)))
     # Somebody else's scene need not say so itself: without warm starts the saved state is the whole state, and without
@@ -57,6 +58,8 @@ def load_model(task: Task) -> mujoco.MjModel:
             f"Task '{task.name}': {task.fps} control steps/s x {task.substeps} substeps x {model.opt.timestep} s "
             "must be one second: set the timestep to 1 / (fps x substeps)."
         )
+    if substeps not in (None, task.substeps):
+        model.opt.timestep = 1.0 / (task.fps * substeps)
     return model
 
 
@@ -68,10 +71,11 @@ class MujocoWorld:
     native threads, default one per usable core; terminate_on_success: False continues an episode to its time limit;
     style: 0 for the scene's own materials and lights, other numbers for variations of them (see `render`), with the
     same physics; instructions, phrasing: subset of the task's instructions, and their wording (see `wording`); physics,
-    physics_options: engine that advances the state and its own options, see `sims.physics.protocol`. `reset`
-    options: "uniforms" [R, task.uniforms], random numbers of the initial state instead of those from a seed; "task"
-    [R], indices of the spec's instructions, -1 for the one from the seed. Raises CameraError on an unknown camera,
-    ConfigError on sizes below 1, and the errors of `load_model`, `state_layout` and `wording`.
+    physics_options: engine that advances the state and its own options, see `sims.physics.protocol`; substeps: physics
+    steps per control step, None for the task's own: fewer are cheaper and less accurate. `reset` options: "uniforms"
+    [R, task.uniforms], random numbers of the initial state instead of those from a seed; "task" [R], indices of the
+    spec's instructions, -1 for the one from the seed. Raises CameraError on an unknown camera, ConfigError on sizes
+    below 1, and the errors of `load_model`, `state_layout` and `wording`.
     """
 
     def __init__(
@@ -90,16 +94,18 @@ class MujocoWorld:
         phrasing: str = PLAIN,
         physics: str = "native",
         physics_options: Mapping[str, Any] | None = None,
+        substeps: int | None = None,
     ):
         arguments = {name: value for name, value in locals().items() if name != "batch_size"}
         require_types(MujocoWorld, arguments, "world.options.")
-        require_sizes(batch_size=batch_size, history=history)
+        self.substeps = task.substeps if substeps is None else substeps
+        require_sizes(batch_size=batch_size, history=history, substeps=self.substeps)
         for camera in cameras:
             if camera not in task.cameras:
                 nearest = did_you_mean(camera, task.cameras)
                 raise CameraError(f"Task '{task.name}' has no camera '{camera}'.{nearest}", task.cameras)
         self.task, self._wording = task, instruction_set(task, instructions, phrasing)
-        self.model = load_model(task)
+        self.model = load_model(task, self.substeps)
         if style:
             restyle(self.model, style)
         self._layout = state_layout(self.model)
@@ -241,7 +247,7 @@ class MujocoWorld:
         arrays = self._episodes.arrays
         before, goal = arrays["state"][index], arrays["goal"][index]
         control = task.control(actions, arrays["control"][index])
-        states, sensors = self._simulate(before, control, task.substeps)
+        states, sensors = self._simulate(before, control, self.substeps)
         self._check(np.arange(self._batch_size)[index], before, states)
         observed = self._observe(states, control, goal, sensors)
 

@@ -392,6 +392,15 @@ def build_noisy_expert(
     return NoisyController(build_controller(section, world, dotted_path), noise, seed, world.spec.action)
 
 
+def collection_world(section: WorldSection, finetune: FinetuneSection) -> WorldSection:
+    """Return the world in which fine-tuning collects: `section` with finetune.world_options, which only simulators
+    have.
+    """
+    if section.name in (WORLD_MODEL, DEMONSTRATIONS):
+        return section
+    return replace(section, options={**section.options, **finetune.world_options})
+
+
 def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:
     """Return a critic (value function) on the world's state, with weights initialised from `seed`.
 
@@ -400,7 +409,8 @@ def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "critic weights"))
         spec = world.spec
-        return state_critic(spec.observation, spec.history, section.critic_width, CRITIC_DEPTH, spec.instructions)
+        sizes = section.critic_width, CRITIC_DEPTH, spec.instructions, section.critic_activation
+        return state_critic(spec.observation, spec.history, *sizes)
 
 
 keep_former_names(__name__, {"made_of_files": "world_from_files", "build_foresight": "build_lookahead"})

@@ -1,4 +1,4 @@
-"""Critic V(observation): an encoder followed by an MLP with Mish, and the scale of its rewards."""
+"""Critic V(observation): an encoder followed by an MLP, and the scale of its rewards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +13,9 @@ from robopolicy.core.vectors import StateVector
 from robopolicy.nn.configuration import NormalizationMode
 from robopolicy.nn.normalizer import Normalizer
 from robopolicy.nn.precision import run_in_training_precision
+
+ACTIVATIONS: Mapping[str, type[nn.Module]] = {"mish": nn.Mish, "silu": nn.SiLU, "relu": nn.ReLU}
+"""Activation functions of a critic by name."""
 
 
 class StateFeatures(nn.Module):
@@ -58,15 +61,16 @@ class Critic(nn.Module):
     """V(observation) in units of scaled rewards, [N].
 
     encoder: observation -> [N, features] (`StateFeatures`, or an image encoder); depth hidden layers of `width` with
-    Mish (DPPO: 256 x 3). The last layer starts at zero, so the first values are 0.
+    an activation function of `ACTIVATIONS` (DPPO: 256 x 3 with Mish). The last layer starts at zero, so the first
+    values are 0.
     """
 
-    def __init__(self, encoder: nn.Module, features: int, width: int = 256, depth: int = 2):
+    def __init__(self, encoder: nn.Module, features: int, width: int = 256, depth: int = 2, activation: str = "mish"):
         super().__init__()
         self.encoder = encoder
         layers: list[nn.Module] = []
         for size in [features] + [width] * (depth - 1):
-            layers += [nn.Linear(size, width), nn.Mish()]
+            layers += [nn.Linear(size, width), ACTIVATIONS[activation]()]
         head = nn.Linear(width, 1)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
@@ -97,10 +101,11 @@ def state_critic(
     width: int = 256,
     depth: int = 2,
     instructions: tuple[str, ...] = ("",),
+    activation: str = "mish",
 ) -> Critic:
     """Build a critic over the vector fields of a world's observation, and over its instructions if it has several."""
     encoder = StateFeatures(fields, history, instructions)
-    return Critic(encoder, encoder.features, width, depth)
+    return Critic(encoder, encoder.features, width, depth, activation)
 
 
 class ReturnScale(nn.Module):

@@ -159,6 +159,8 @@ class FinetuneConfig(AlgorithmConfig):
     """
 
     FIXED: ClassVar[Mapping[str, Any]] = {"log_ratio_clamp": LOG_RATIO_CLAMP}
+    ADDED: ClassVar[Mapping[str, Any]] = {"critic_activation": "mish"}
+    """Settings that runs of earlier versions did not save, and the values that these runs have; they can be resumed."""
     RENAMED: ClassVar[Mapping[str, str]] = {
         "starts": "num_initial_states",
         "stop_still": "max_idle_chunks",
@@ -269,6 +271,8 @@ class FinetuneConfig(AlgorithmConfig):
     """Number of warm-up steps of the policy's learning rate, since Adam's first steps are its largest."""
     critic_learning_rate: Positive = 1e-3
     """Learning rate of the critic."""
+    critic_activation: Literal["mish", "silu", "relu"] = "mish"
+    """Activation function of the critic: mish (as in DPPO), or silu or relu, which take less time on a CPU."""
     optimiser: Optimiser = "adamw"
     """Optimiser of the policy: adamw, or adamw8bit (CUDA)."""
     weight_decay: NonNegative = 0.0

@@ -473,7 +473,8 @@ class _Finetuning:
         if tree is None or run is None:
             return
         current = self._tree()
-        tree["config"] = current_settings(type(self.config), tree["config"], "finetune")
+        saved_settings = current_settings(type(self.config), tree["config"], "finetune")
+        tree["config"] = {**type(self.config).ADDED, **saved_settings}
         require_same_parts(tree, current, run.resume_point)
         for part in ("config", "collector"):
             require_same_parts(tree[part], current[part], run.resume_point)

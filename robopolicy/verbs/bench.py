@@ -5,6 +5,7 @@
 - recipes: demonstrations, pre-training and fine-tuning by recipe name, per seed.
 - algorithms: success against environment steps on the same tasks, base policies and seeds.
 - collection: speed and quality when collection does not wait for the longest episodes.
+- dppo: DPPO's own code (bench.dppo=CHECKOUT) next to ours: processor time per step, success after equal steps.
 - mechanisms: ten small experiments, each testing a paper's claim.
 - inference: milliseconds per policy call for every inference method, and its effect on success.
 - vla: PPO on tiny SmolVLA and pi0 models of LeRobot's classes, pre-trained by imitation.
@@ -89,6 +90,7 @@ BENCHMARKS = Registry(
             "recipes",
             "algorithms",
             "collection",
+            "dppo",
             "mechanisms",
             "vla",
             "full_size",

@@ -92,6 +92,11 @@ class FinetuneSection(FinetuneConfig):
     """Rank of LoRA adapters to train instead of the weights (token and LeRobot policies), 0 for none."""
     num_envs: Count = 256
     """Number of parallel environments for collection."""
+    world_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the simulator during collection, in addition to world.options, such as {substeps: 5} for cheaper and
+    less accurate physics. Evaluation and target_success use world.options alone, so success counts in the original
+    simulator.
+    """
     critic_width: Count = 256
     """Width of the critic's hidden layers."""
     evaluate_episodes: Count = 200

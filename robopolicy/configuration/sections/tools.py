@@ -34,7 +34,9 @@ class BenchSection:
     deployment, corrections; gpu: physics, states, cameras, smolvla, world_models, inference); [] for all.
     """
     tiny: bool = False
-    """gpu: measure tiny sizes, as a trial of the script."""
+    """gpu, dppo: measure tiny sizes, as a trial of the script."""
+    dppo: Path | None = None
+    """dppo: folder of a checkout of https://github.com/irom-lab/dppo."""
     overrides: tuple[str, ...] = ()
     """Settings for every run, quoted: bench.overrides=['finetune.iterations=10']. Settings of a method take
     precedence.

@@ -1,0 +1,29 @@
+"""Physics steps per control step: a world option that changes the timestep alone."""
+
+import numpy as np
+import pytest
+
+from robopolicy.core.errors import ConfigError
+from sims.engine import MujocoWorld
+from sims.registry import load_task, make_world
+
+
+def test_substeps_change_the_timestep_and_not_the_rate_of_control():
+    states = {}
+    for substeps in (None, 10, 5, 80):
+        world = MujocoWorld(load_task("push_t"), 3, substeps=substeps, terminate_on_success=False)
+        world.reset(seeds=[0, 1, 2])
+        world.step(np.tile([[[0.7, -0.3]]], (3, 4, 1)))
+        states[substeps] = world.snapshot().arrays["state"]
+        assert world.model.opt.timestep == pytest.approx(0.1 / (substeps or 10))
+        np.testing.assert_allclose(states[substeps][:, 0], 0.4, rtol=1e-12)  # 4 control steps at 10 Hz
+    assert np.array_equal(states[None], states[10])
+    error = {substeps: np.abs(states[substeps] - states[80]).max() for substeps in (10, 5)}
+    assert 0 < error[10] < error[5] < 0.1
+
+
+def test_invalid_substeps_are_refused():
+    with pytest.raises(ConfigError, match=r"substeps of at least 1, but got .*substeps=0"):
+        make_world("push_t", 1, substeps=0)
+    with pytest.raises(ConfigError, match=r"world.options.substeps is 2.5, which is not an integer or null"):
+        make_world("push_t", 1, substeps=2.5)
