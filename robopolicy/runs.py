@@ -18,7 +18,7 @@ from robopolicy.configuration import Config, read_yaml, to_yaml
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, in_one_line
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.run import RunFolder
-from robopolicy.core.status import begin, end
+from robopolicy.core.status import RUNNING, begin, end, status_file
 from robopolicy.core.storage import read_object, recover_folder, remove_leftovers, storage_errors, write_json
 from robopolicy.core.structured import from_plain, to_plain
 from sims.names import OURS
@@ -30,6 +30,8 @@ FILMS = ("base.mp4", "policy.mp4", "without_planning.mp4")
 """Videos that `evaluate` writes."""
 MOMENT = 0.2
 """Seconds for which a lock is retried: a process that checks whether a run is alive holds it for microseconds."""
+WITHOUT_EFFECT = ("workers",)
+"""Sections that do not affect results: a run may resume with others."""
 TRACKER = "tracker.json"
 """File with the identifier of this run in experiment trackers."""
 DESCRIPTION = ("config.yaml", "versions.json")
@@ -89,8 +91,25 @@ def lock_run_folder(path: Path, way_out: str = "name this run with run.name=NAME
         try:
             lock.acquire()
         except Timeout:
-            raise ConfigError(f"{path} is in use by another process: wait until it ends, or {way_out}.") from None
+            owner = _owner(path)
+            raise ConfigError(
+                f"{path} is in use by another process{owner}: wait until it ends, or {way_out}."
+            ) from None
     _claimed[file] = lock
+
+
+def _owner(path: Path) -> str:
+    """Return " (1234 on HOST)" for the process that uses a run folder, "" if unknown."""
+    try:
+        status = read_object(status_file(path))
+        return f" ({int(status['process'])} on {in_one_line(status['host'], 60)})" if status["state"] == RUNNING else ""
+    except (CheckpointError, OSError, KeyError, TypeError, ValueError):
+        return ""
+
+
+def decisive(sections: Sequence[str]) -> tuple[str, ...]:
+    """Return the sections that affect results, which config.yaml in the run folder contains."""
+    return tuple(name for name in sections if name not in WITHOUT_EFFECT)
 
 
 def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
@@ -100,7 +119,7 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     as default. Raises ConfigError if it contains another configuration (naming the differences), unless
     run.overwrite=true starts over. Files left half-written by a killed process are removed.
     """
-    path = run_path(config, verb)
+    path, sections = run_path(config, verb), decisive(sections)
     lock_run_folder(path)
     if config.run.overwrite and path.exists():
         if path.is_symlink():
@@ -182,6 +201,7 @@ def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunF
     Earlier results with other settings are announced and removed at once, because a report shows one run. Files left
     half-written by a killed process are removed.
     """
+    sections = decisive(sections)
     folder, settings = open_folder(run_path(config, verb)), to_yaml(config, sections)
     config_file = folder.path / "config.yaml"
     if config_file.exists() and config_file.read_text() != settings and not _is_saved_in(config_file, config, sections):

@@ -132,7 +132,7 @@ def test_nobody_is_judged_by_a_success_that_is_not_said(home, capsys):
     assert "define success with world.options.success" in refused and "target_success" not in refused
     config = compose([f"world.name={POINT}", "world.options.reward=environment", f"run.root={home}/runs"])
     with pytest.raises(ConfigError, match="does not report which episodes succeed"):
-        score(config, config.world, {"first": load_policy(policies[0])}, "simulator", Workers(config, None))
+        score(config, {"simulator": config.world}, {"first": load_policy(policies[0])}, Workers(config, None))
 
 
 def test_success_that_is_given_is_measured(home, capsys):

@@ -181,6 +181,7 @@ def test_other_verbs(run, words, texts):
         (["convert", "demo.hdf5", "out"], "convert"),
         (["convert", "demo.zarr", "out"], "convert"),
         (["check", "demo.hdf5"], "convert"),
+        (["evaluate", "checkpoint", "workers.pool=ray"], "ray"),
         (["train", *TINY, "run.tracker=tensorboard"], "track"),
         (["train", *TINY, "run.tracker=wandb"], "track"),
         (["train", *TINY, "run.tracker=trackio"], "track"),

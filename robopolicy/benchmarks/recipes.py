@@ -39,19 +39,23 @@ RECIPES = {
 STAGES = {"collect": collect.run, "train": train.run, "finetune": finetune.run}
 
 
+def rows(config: Config) -> list[tuple[str, int]]:
+    """Return the rows that are asked for: recipe and seed of each."""
+    return [(recipe, seed) for recipe in chosen_from(config, RECIPES) for seed in config.bench.seeds]
+
+
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"recipes": {recipe: {name: row}}}: all results under `root`, after measuring those that are asked for."""
-    for recipe in chosen_from(config, RECIPES):
-        for seed in config.bench.seeds:
-            run_config = settings_of(config, root, recipe, seed)
-            path = row_path(root, recipe, run_config)
-            if not path.exists():
-                write_json(path, measure(recipe, run_config))
-    rows = {
+    for recipe, seed in rows(config):
+        run_config = settings_of(config, root, recipe, seed)
+        path = row_path(root, recipe, run_config)
+        if not path.exists():
+            write_json(path, measure(recipe, run_config))
+    measured = {
         recipe: {path.stem: read_json(path) for path in sorted((root / "rows" / recipe).glob("*.json"))}
         for recipe in RECIPES
     }
-    return {"recipes": {recipe: recipe_rows for recipe, recipe_rows in rows.items() if recipe_rows}}
+    return {"recipes": {recipe: recipe_rows for recipe, recipe_rows in measured.items() if recipe_rows}}
 
 
 def settings_of(config: Config, root: Path, recipe: str, seed: int) -> Config:
@@ -134,4 +138,5 @@ BENCHMARK = Benchmark(
     ("seeds", "only", "overrides"),
     benchmark,
     tables,
+    rows=rows,
 )

@@ -2,13 +2,15 @@
 logs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from robopolicy.building.policies import adapt_policy_to_world
+from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
+from robopolicy.building.workers import BatchPlayers, Built, Workers
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.recorded import GateSection
@@ -58,13 +60,19 @@ def gate_data_paths(config: Config) -> tuple[Path, ...]:
 
 
 def build_evaluators(
-    config: Config, incumbent: Policy, episodes: Episodes | None, device: torch.device, trained_in: Sequence[Path] = ()
+    config: Config,
+    incumbent: Policy,
+    episodes: Episodes | None,
+    device: torch.device,
+    trained_in: Sequence[Path] = (),
+    elsewhere: "Elsewhere | None" = None,
 ) -> list[Evaluator]:
     """Return the evaluators that `config.gate` selects.
 
     incumbent: policy whose observation and action fields critics use; episodes: recorded data that training has not
     used, None if no evaluator needs any; trained_in: world models that candidates were trained in, which cannot be the
-    only evaluators. Raises ConfigError and DataError when something is missing.
+    only evaluators; elsewhere: plays episodes in world models and trials on workers. Raises ConfigError and DataError
+    when something is missing.
     """
     section, judges = config.gate, list[Evaluator]()
     critics = not set(section.evaluators) <= {"model", "importance", "world"}
@@ -74,13 +82,15 @@ def build_evaluators(
         if name == "model":
             paths = section.models or (default_path(config, "worldmodel", "checkpoint", None, "gate.models"),)
             judges += [
-                model_evaluator(config, path, incumbent, device, path.resolve() not in learned_in) for path in paths
+                model_evaluator(config, path, incumbent, device, path.resolve() not in learned_in, elsewhere)
+                for path in paths
             ]
             continue
         if name == "world":
             world = build_world(config.world, incumbent, episodes=section.num_states, device=device)
             seeds = episode_seeds(config.run.seed, "gate/trials", section.num_states)
-            judges.append(ModelEvaluator(world, seeds, by=section.metric, trials=True, seed=config.run.seed))
+            trials = {"by": section.metric, "trials": True, "seed": config.run.seed}
+            judges.append(ModelEvaluator(world, seeds, **trials, players=_players(elsewhere, None)))
             continue
         if name == "importance":
             judges.append(importance_evaluator(config, incumbent, episodes))
@@ -122,14 +132,56 @@ def critic_of(section: GateSection, recorded: RecordedDecisions, seed: int) -> I
     return agent
 
 
-def model_evaluator(config: Config, path: Path, policy: Policy, device: torch.device, independent: bool) -> Evaluator:
+@dataclass(frozen=True)
+class Elsewhere:
+    """Plays the episodes of evaluators on workers. paths: checkpoint of every policy that is evaluated, of which the
+    first determines the fields of the worlds.
+    """
+
+    workers: Workers
+    paths: Sequence[tuple[Policy, Path]]
+
+    def players(self, policy: Policy, model: Path | None) -> BatchPlayers | None:
+        """Return the players of `policy` in the world model at `model`, or in trials for None; None for no workers."""
+        path = next(path for each, path in self.paths if each is policy)
+        given = {"model": "" if model is None else str(model), "path": str(path), "first": str(self.paths[0][1])}
+        return self.workers.players("robopolicy.building.judges:in_worker", **given)
+
+
+def _players(elsewhere: Elsewhere | None, model: Path | None) -> Callable[[Policy], BatchPlayers | None]:
+    return lambda policy: None if elsewhere is None else elsewhere.players(policy, model)
+
+
+def in_worker(config: Config, model: str, path: str, first: str) -> Built:
+    """Build in a worker the world of an evaluator, for the policy at `first`, and the policy at `path`."""
+    device = choose_device(config.run)
+    section = config.world.imagined_by(Path(model)) if model else config.world
+    world = build_world(section, load_policy(first, device), episodes=config.gate.num_states, device=device)
+    policy = load_policy(path, device)
+    return world, adapt_policy_to_world(world, policy) if model else policy, torch.device("cpu")
+
+
+def model_evaluator(
+    config: Config,
+    path: Path,
+    policy: Policy,
+    device: torch.device,
+    independent: bool,
+    elsewhere: Elsewhere | None = None,
+) -> Evaluator:
     """Return the evaluator that plays episodes in the world model at `path`."""
     section = config.gate
     world = build_world(config.world.imagined_by(path), policy, episodes=section.num_states, device=device)
     seeds = episode_seeds(config.run.seed, "gate", section.num_states)
     as_inside = partial(adapt_policy_to_world, world)
     return ModelEvaluator(
-        world, seeds, by=section.metric, as_inside=as_inside, independent=independent, seed=config.run.seed
+        world,
+        seeds,
+        by=section.metric,
+        as_inside=as_inside,
+        independent=independent,
+        seed=config.run.seed,
+        players=_players(elsewhere, path),
     )
 
 

@@ -35,7 +35,7 @@ MOST_DEATHS = 3
 POOLS = Registry(
     "pool of workers",
     "robopolicy.pools",
-    {"local": "robopolicy.workers.local:LocalPool"},
+    {"local": "robopolicy.workers.local:LocalPool", "ray": "robopolicy.workers.ray:RayPool"},
 )
 """Registry for workers.pool: a class or function that takes `PoolSettings` and returns a `Pool`."""
 
@@ -50,10 +50,13 @@ class WorkerDiedError(RobopolicyError):
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """Settings of a pool. count: number of workers; address: of a cluster, "" for this machine."""
+    """Settings of a pool. count: number of workers; address: of a cluster, "" for this machine; allow_unauthenticated:
+    join a cluster that requires no token.
+    """
 
     count: int = 1
     address: str = ""
+    allow_unauthenticated: bool = False
 
 
 class Pool(Protocol):

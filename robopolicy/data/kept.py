@@ -78,11 +78,26 @@ class RecordingCache:
         self._written = time.monotonic()
         if not self._waiting:
             return
-        arrays = {f"{item.position}/{name}": values for item in self._waiting for name, values in _arrays(item).items()}
         buffer = io.BytesIO()
-        np.savez(buffer, **arrays)  # pyright: ignore[reportArgumentType]
+        np.savez(buffer, **to_arrays(self._waiting))  # pyright: ignore[reportArgumentType]
         write_atomic(self.folder / f"{len(self.known):08}.npz", buffer.getvalue())
         self._waiting = []
+
+
+def to_arrays(recordings: Iterable[Recording]) -> dict[str, Array]:
+    """Return recordings as arrays, "<position>/<part>" -> array, for `from_arrays`."""
+    return {f"{item.position}/{name}": values for item in recordings for name, values in _arrays(item).items()}
+
+
+def from_arrays(arrays: Iterable[tuple[str, Array]]) -> dict[int, Recording]:
+    """Return the recordings in `arrays`, as (name, array), by position. Raises KeyError and ValueError if some are
+    missing.
+    """
+    by_position: dict[int, dict[str, Array]] = {}
+    for name, values in arrays:
+        position, _, part = name.partition("/")
+        by_position.setdefault(int(position), {})[part] = values
+    return {position: _recording(position, parts) for position, parts in by_position.items()}
 
 
 def _arrays(item: Recording) -> dict[str, Array]:
@@ -108,13 +123,9 @@ def _arrays(item: Recording) -> dict[str, Array]:
 
 def _read(file: Path) -> dict[int, Recording]:
     """Return the recordings in a file by position. Raises DataError if the file is invalid."""
-    by_position: dict[int, dict[str, Array]] = {}
     try:
         with np.load(file, allow_pickle=False) as arrays:
-            for name in arrays.files:
-                position, _, part = name.partition("/")
-                by_position.setdefault(int(position), {})[part] = arrays[name]
-        return {position: _recording(position, parts) for position, parts in by_position.items()}
+            return from_arrays((name, arrays[name]) for name in arrays.files)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise DataError(f"{file} is corrupt ({error}): run.overwrite=true records everything again.") from error
 

@@ -1,10 +1,10 @@
 """Record demonstrations and rollouts: run a controller or a policy in a world, one seed per episode."""
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,47 @@ from robopolicy.data.chains import Chains, chain_of
 from robopolicy.data.configuration import CorrectConfig
 from robopolicy.data.corrections import Operator, Turn
 from robopolicy.data.foresight import LookaheadController
-from robopolicy.data.kept import Recording, RecordingCache
+from robopolicy.data.kept import Recording, RecordingCache, from_arrays, to_arrays
+
+
+class Recorders(Protocol):
+    """Records batches of episodes of one actor elsewhere, on workers, each with a `Recorder`."""
+
+    def record(self, seeds: np.ndarray, batches: Sequence[np.ndarray]) -> Iterator[Mapping[str, Any]]:
+        """Yield the result of `Recorder.record` for every batch of positions [n] in `seeds` [E], in any order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """How the episodes of one recording are played, in this process and in workers; fields as in `record`.
+
+    actor: positions [n] of episodes in the recording -> what acts in them; chains: store denoising chains.
+    """
+
+    world: World
+    actor: "Callable[[np.ndarray], Controller | Policy | Operator]"
+    generator: torch.Generator
+    deterministic: bool = False
+    teacher: Controller | Policy | Actor[None] | None = None
+    chains: bool = False
+
+    def close(self) -> None:
+        """Close the world, and the teacher's if it has one."""
+        self.world.close()
+        if isinstance(self.teacher, LookaheadController):
+            self.teacher.close()
+
+    def record(self, seeds: np.ndarray, positions: np.ndarray) -> dict[str, Any]:
+        """Record the episodes with `seeds` [n] at these positions [n]; return the episodes and the counts of
+        out-of-bounds actions as plain data.
+        """
+        labels = _labels(self.teacher, self.generator)
+        takes = _Takes(self.world, np.asarray(seeds), self.chains, labels, None)
+        for _ in _record_here(takes, self.actor(positions), self.generator, self.deterministic):
+            pass
+        episodes = [replace(item, position=int(positions[place])) for place, item in sorted(takes.done.items())]
+        return {"episodes": to_arrays(episodes), "steps": takes.outside.steps, "outside": takes.outside.counts}
 
 
 def record(
@@ -48,9 +88,7 @@ def record(
     step if in-chunk images, success times or labels are needed. Raises DataError (seeds used up, nothing kept),
     SpecError (actor, teacher and world do not fit) and ConfigError (successes only, but the world reports none).
     """
-    draws = EpisodeGenerator.of(torch.Generator() if generator is None else generator)
-    teacher_draws = EpisodeGenerator(derive_seed(draws.initial_seed(), "teacher"), draws.device)
-    labels = None if teacher is None else actor_of(teacher, teacher_draws, deterministic=True)
+    labels = _labels(teacher, torch.Generator() if generator is None else generator)
     takes = _play(world, actor, seeds, episodes, successes_only, generator, deterministic, teacher=labels, kept=kept)
     return _gather(takes, world.spec, episodes, successes_only)
 
@@ -62,6 +100,7 @@ def record_chains(
     *,
     generator: torch.Generator,
     kept: RecordingCache | None = None,
+    recorders: Recorders | None = None,
 ) -> tuple[Episodes, Chains]:
     """`record` the episodes of a denoising policy, with exploration noise, and the denoising chain of each action
     chunk.
@@ -69,7 +108,7 @@ def record_chains(
     Raises ConfigError when its decisions contain no chain or only randomly chosen steps are noisy, in addition to the
     errors of `record`.
     """
-    takes = _play(world, policy, seeds, None, False, generator, False, chains=True, kept=kept)
+    takes = _play(world, policy, seeds, None, False, generator, False, chains=True, kept=kept, recorders=recorders)
     recordings = [takes.done[position] for position in sorted(takes.done)]
     first = np.cumsum([0, *(len(item.success) for item in recordings[:-1])])
     chain_starts = [start + begins for start, item in zip(first, recordings, strict=True) for begins in item.begins]
@@ -96,10 +135,39 @@ def record_corrected(
 
     Raises ConfigError when actions to be undone have no range, in addition to the errors of `record`.
     """
-    noise = EpisodeGenerator.of(generator)
-    operator = Operator(world.spec, world.batch_size, policy, expert, config, noise)
-    takes = _play(world, operator, seeds, None, False, generator, False, kept=kept)
-    return _gather(takes, world.spec, None, False)
+    operator = corrected(world, policy, expert, config, generator)
+    return record_with(Recorder(world, lambda _: operator, generator), seeds, kept=kept)
+
+
+def record_with(
+    recorder: Recorder,
+    seeds: Sequence[int] | np.ndarray,
+    *,
+    successes_only: bool = False,
+    kept: RecordingCache | None = None,
+    recorders: Recorders | None = None,
+) -> Episodes:
+    """Record the episodes of `seeds` [E] as `record` does, in this process or with equal `recorders` on workers."""
+    positions = np.array(range(len(seeds)) if kept is None else kept.left(len(seeds)), dtype=np.int64)
+    actor, labels = recorder.actor(positions), _labels(recorder.teacher, recorder.generator)
+    options = {"teacher": labels, "kept": kept, "recorders": recorders}
+    draws, deterministic = recorder.generator, recorder.deterministic
+    takes = _play(recorder.world, actor, seeds, None, successes_only, draws, deterministic, **options)
+    return _gather(takes, recorder.world.spec, None, successes_only)
+
+
+def corrected(
+    world: World, policy: Policy, expert: Controller, config: CorrectConfig, generator: torch.Generator
+) -> Operator:
+    """Return a policy that `expert` corrects, as in `record_corrected`."""
+    return Operator(world.spec, world.batch_size, policy, expert, config, EpisodeGenerator.of(generator))
+
+
+def _labels(teacher: Controller | Policy | Actor[None] | None, generator: torch.Generator) -> Actor[Any] | None:
+    """Return the actor that labels every step, None without a teacher."""
+    draws = EpisodeGenerator.of(generator)
+    noise = EpisodeGenerator(derive_seed(draws.initial_seed(), "teacher"), draws.device)
+    return None if teacher is None else actor_of(teacher, noise, deterministic=True)
 
 
 def _play(
@@ -114,6 +182,7 @@ def _play(
     chains: bool = False,
     teacher: Actor[Any] | None = None,
     kept: RecordingCache | None = None,
+    recorders: Recorders | None = None,
 ) -> "_Takes":
     """Run episodes as described in `record`; chains: store every denoising chain; teacher: labels every step."""
     spec = world.spec
@@ -125,13 +194,14 @@ def _play(
         raise DataError("A policy samples noise: pass the generator that it uses.")
     if successes_only and not spec.reports_success:
         raise ConfigError(f"'{spec.name}' does not report success, so successes_only would discard every episode.")
-    generator = EpisodeGenerator.of(torch.Generator() if generator is None else generator)
-    player_actor = actor if isinstance(actor, Operator) else actor_of(actor, generator, deterministic=deterministic)
-    stepwise = bool(spec.cameras) or not spec.terminate_on_success or teacher is not None
-    player: Player[Any] = Player(world, player_actor, stepwise=stepwise)
-    takes = _Takes(player, seeds, chains, teacher, kept)
+    generator = torch.Generator() if generator is None else generator
+    takes = _Takes(world, seeds, chains, teacher, kept)
     exact = episodes is None and not successes_only
-    takes.label()
+
+    def wanted(running: int) -> bool:
+        pending = takes.successes if successes_only else takes.finished
+        return exact or pending + running < target
+
     with progress(f"recording {spec.name}", target) as advance, _written(kept):
 
         def tell(ended: Iterable[Recording]) -> None:
@@ -140,24 +210,58 @@ def _play(
             advance(count, f"{takes.successes}/{takes.finished} succeeded" if spec.reports_success else "")
 
         tell(takes.done.values())
-        for part in player:
-            takes.add(part)
-            if isinstance(actor, Operator):
-                actor.watch(part)
-            if not part.chunk_done:
-                takes.label()
-                continue
-            finished = takes.collect()
+        if recorders is not None:
+            parts = _record_elsewhere(takes, recorders, world.batch_size)
+        else:
+            parts = _record_here(takes, actor, generator, deterministic, wanted)
+        for finished in parts:
             if kept is not None:
                 kept.add(finished)
             tell(finished)
-            pending = takes.successes if successes_only else takes.finished
-            if exact or pending + player.running.sum() < target:
-                takes.start_next()
-            takes.label()
     if text := takes.outside.text:
         warnings.warn(f"Recording '{spec.name}': {text}", RobopolicyNote, stacklevel=3)
     return takes
+
+
+def _record_here(
+    takes: "_Takes",
+    actor: Controller | Policy | Operator,
+    generator: torch.Generator,
+    deterministic: bool,
+    wanted: Callable[[int], bool] = lambda running: True,
+) -> Iterator[list[Recording]]:
+    """Run the waiting episodes in this process and yield those that have ended, at least once per chunk.
+
+    wanted: number of running rows -> whether further episodes should start.
+    """
+    world = takes.world
+    generator = EpisodeGenerator.of(generator)
+    player_actor = actor if isinstance(actor, Operator) else actor_of(actor, generator, deterministic=deterministic)
+    stepwise = bool(world.spec.cameras) or not world.spec.terminate_on_success or takes.teacher is not None
+    player: Player[Any] = Player(world, player_actor, stepwise=stepwise)
+    takes.begin(player)
+    takes.label()
+    for part in player:
+        takes.add(part)
+        if isinstance(actor, Operator):
+            actor.watch(part)
+        if not part.chunk_done:
+            takes.label()
+            continue
+        yield takes.collect()
+        if wanted(int(player.running.sum())):
+            takes.start_next()
+        takes.label()
+
+
+def _record_elsewhere(takes: "_Takes", recorders: Recorders, batch: int) -> Iterator[list[Recording]]:
+    """Record the waiting episodes on workers, in batches of this size, and yield those that have ended."""
+    waiting = np.array(takes.waiting, dtype=np.int64)
+    batches = [waiting[first : first + batch] for first in range(0, len(waiting), batch)]
+    for part in recorders.record(takes.seeds, batches):
+        takes.outside.steps += int(part["steps"])
+        takes.outside.counts += np.asarray(part["outside"])
+        yield takes.took(from_arrays(part["episodes"].items()))
 
 
 @contextmanager
@@ -187,28 +291,34 @@ def of_one_world(parts: Sequence[Episodes]) -> Episodes:
 class _Takes:
     """Assignment of episodes to a player's rows, and the data recorded so far."""
 
+    player: Player[Any]
+
     def __init__(
         self,
-        player: Player[Any],
+        world: World,
         seeds: np.ndarray,
         chains: bool,
         teacher: Actor[Any] | None,
         kept: RecordingCache | None,
     ):
-        self.player = player
+        self.world = world
         self.seeds = seeds
         self.teacher = teacher
         self.labels: np.ndarray | None = None  # [B, L, A]
         self.chains, self.decided = chains, True
-        self.outside = OutsideBounds(player.world.spec)
+        self.outside = OutsideBounds(world.spec)
         self.done = {} if kept is None else dict(kept.known)
-        self.current: list[Recording | None] = [None] * player.world.batch_size
+        self.current: list[Recording | None] = [None] * world.batch_size
         self.finished, self.successes = len(self.done), sum(item.success[-1] for item in self.done.values())
         self.waiting = list(range(len(seeds))) if kept is None else kept.left(len(seeds))
+
+    def begin(self, player: Player[Any]) -> None:
+        """Start the first episodes in the rows of `player`."""
+        self.player = player
         if self.waiting:
-            first = self.waiting[: player.world.batch_size]
-            player.start_batch(seeds[first])
-            begin_episodes(teacher, np.resize(seeds[first], player.world.batch_size))
+            first = self.seeds[self.waiting[: self.world.batch_size]]
+            player.start_batch(first)
+            begin_episodes(self.teacher, np.resize(first, self.world.batch_size))
             self._open(np.arange(len(first)))
 
     def add(self, played: PlayedStep[Any]) -> None:
@@ -238,15 +348,19 @@ class _Takes:
 
     def collect(self) -> list[Recording]:
         """Remove and return the episodes that ended since the last call."""
-        finished: list[Recording] = []
+        finished: dict[int, Recording] = {}
         for row, recording in enumerate(self.current):
             if recording is not None and not self.player.running[row]:
-                self.done[recording.position] = recording
+                finished[recording.position] = recording
                 self.current[row] = None
-                finished.append(recording)
+        return self.took(finished)
+
+    def took(self, finished: Mapping[int, Recording]) -> list[Recording]:
+        """Store and return finished episodes, given by position."""
+        self.done |= finished
         self.finished += len(finished)
-        self.successes += sum(item.success[-1] for item in finished)
-        return finished
+        self.successes += sum(item.success[-1] for item in finished.values())
+        return list(finished.values())
 
     def start_next(self) -> None:
         """Assign the next seeds, in order, to the free rows."""

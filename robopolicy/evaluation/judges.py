@@ -25,6 +25,7 @@ from robopolicy.core.returns import returns_to_go
 from robopolicy.core.segments import quantile
 from robopolicy.core.world import World
 from robopolicy.evaluation.success import evaluate_policy, require_success
+from robopolicy.evaluation.waves import BatchPlayer
 from robopolicy.rl.offline.decisions import Decisions, actions_at, observations_at
 from robopolicy.rl.offline.fqe import FittedQ, FqeConfig, fit_q
 from robopolicy.rl.offline.interface import Interface
@@ -35,8 +36,9 @@ class ModelEvaluator:
 
     world: an imagined world, or the real one with `trials`, for a short online phase; seeds: [S] of its initial states;
     by: "success" or "return"; independent: whether the candidates were not trained in it; as_inside: a policy -> its
-    form in that world, for example without its encoder. `env_steps` counts the control steps of trials. Raises
-    ConfigError for success in a world that does not report it.
+    form in that world, for example without its encoder; players: a policy -> what plays it there on workers, None to
+    play in this process. `env_steps` counts the control steps of trials. Raises ConfigError for success in a world that
+    does not report it.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class ModelEvaluator:
         independent: bool = True,
         trials: bool = False,
         seed: int = 0,
+        players: Callable[[Policy], BatchPlayer | None] = lambda policy: None,
     ):
         if by not in ("success", "return"):
             raise ConfigError(f"by={by}: a model evaluates success or return.")
@@ -60,6 +63,7 @@ class ModelEvaluator:
         self.independent = independent
         self.seed = seed
         self.as_inside = as_inside
+        self.players = players
         self.trials, self.env_steps = trials, 0
         self.name = f"{by} in {'trials of' if trials else 'the'} {world.spec.name}"
 
@@ -67,7 +71,12 @@ class ModelEvaluator:
         """Return success (0 or 1) or return of each episode [S], with the same noise for every policy."""
         model_policy = self.as_inside(policy)
         result = evaluate_policy(
-            self.world, model_policy, self.seeds, generator_seed=self.seed, label=(f"evaluator: {self.name}")
+            self.world,
+            model_policy,
+            self.seeds,
+            generator_seed=self.seed,
+            label=f"evaluator: {self.name}",
+            players=self.players(policy),
         )
         self.env_steps += result.steps if self.trials else 0
         return result.success.astype(np.float64) if self.by == "success" else result.returns

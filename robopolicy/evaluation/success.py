@@ -21,6 +21,7 @@ from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.player import PlayedStep
 from robopolicy.core.policy import Policy
 from robopolicy.core.progress import progress
+from robopolicy.core.spec import WorldSpec
 from robopolicy.core.world import Controller, World
 from robopolicy.evaluation.intervals import (
     PairedComparison,
@@ -197,12 +198,8 @@ def evaluate_policy(
     `play_episode_batch`; players: plays the same policy in the same world on workers, with equal outcomes, unless there
     is a `watch`. Raises ConfigError for no or repeated seeds, SpecError when the policy and the world do not fit.
     """
-    seeds = _distinct(seeds)
-    success, truncated = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
-    returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
-    has_instructions, instructions = len(world.spec.goals) > 1, np.full(len(seeds), "", dtype=object)
-    outside_bounds = OutsideBounds(world.spec)
-    batches = list(episode_batches(seeds, world.batch_size))
+    evaluation = Evaluation.of(world, seeds, deterministic, confidence)
+    seeds, batches = evaluation.seeds, evaluation.batches
 
     def new(places: Sequence[int]) -> Iterator[tuple[int, EpisodeBatch, float]]:
         parts = [seeds[batches[place]] for place in places]
@@ -223,28 +220,65 @@ def evaluate_policy(
                 kept.keep(label, seeds[batches[place]], wave, spent)
             advance(len(batches[place]))
         seconds += time.perf_counter() - start
-    for place, index in enumerate(batches):
-        wave = played[place]
-        success[index], returns[index] = wave.success, wave.returns
-        lengths[index], truncated[index] = wave.lengths, wave.cut
-        outside_bounds.steps += int(wave.lengths.sum())
-        outside_bounds.counts += 0 if wave.outside is None else wave.outside
-        instructions[index] = [world.spec.meaning(text) for text in wave.instructions]
-    return EvaluationResult(
-        world=world.spec.name,
-        seeds=seeds,
-        success=success,
-        returns=returns,
-        lengths=lengths,
-        cut=truncated,
-        deterministic=deterministic,
-        seconds=seconds,
-        steps=int(lengths.sum()),
-        confidence=confidence,
-        reports_success=world.spec.reports_success,
-        instructions=tuple(instructions) if has_instructions else (),
-        outside=outside_bounds.text,
-    )
+    return evaluation.result(played, seconds)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Episodes of one policy in one world before they are played. seeds: [E]; batches: indices [n] into them."""
+
+    spec: WorldSpec
+    seeds: np.ndarray
+    batches: tuple[np.ndarray, ...]
+    deterministic: bool = True
+    confidence: float = 0.95
+
+    @staticmethod
+    def of(
+        world: World, seeds: Sequence[int] | np.ndarray, deterministic: bool = True, confidence: float = 0.95
+    ) -> "Evaluation":
+        """Divide episodes with `seeds` [E] into batches of the size of `world`; raises ConfigError for no or repeated
+        seeds.
+        """
+        distinct = _distinct(seeds)
+        return Evaluation(
+            world.spec, distinct, tuple(episode_batches(distinct, world.batch_size)), deterministic, confidence
+        )
+
+    @property
+    def parts(self) -> list[np.ndarray]:
+        """Seeds [n] of every batch."""
+        return [self.seeds[index] for index in self.batches]
+
+    def result(self, played: Mapping[int, EpisodeBatch], seconds: float) -> EvaluationResult:
+        """Return the result, given the outcomes of every batch by its place and the seconds that they took."""
+        seeds, spec = self.seeds, self.spec
+        success, truncated = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
+        returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
+        instructions = np.full(len(seeds), "", dtype=object)
+        outside_bounds = OutsideBounds(spec)
+        for place, index in enumerate(self.batches):
+            wave = played[place]
+            success[index], returns[index] = wave.success, wave.returns
+            lengths[index], truncated[index] = wave.lengths, wave.cut
+            outside_bounds.steps += int(wave.lengths.sum())
+            outside_bounds.counts += 0 if wave.outside is None else wave.outside
+            instructions[index] = [spec.meaning(text) for text in wave.instructions]
+        return EvaluationResult(
+            world=spec.name,
+            seeds=seeds,
+            success=success,
+            returns=returns,
+            lengths=lengths,
+            cut=truncated,
+            deterministic=self.deterministic,
+            seconds=seconds,
+            steps=int(lengths.sum()),
+            confidence=self.confidence,
+            reports_success=spec.reports_success,
+            instructions=tuple(instructions) if len(spec.goals) > 1 else (),
+            outside=outside_bounds.text,
+        )
 
 
 def _distinct(seeds: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -5,8 +5,7 @@ For each evaluator in gate.evaluators it reports the rank correlation with the t
 choice, and the error if units agree. It also reports the gate's decision on every pair of policies: the rate of
 accepting one that is no better (false accepts) and of rejecting one that is better (false rejects).
 gate.evaluators=[model,fqe,critic] compares these three. importance needs logged denoising chains and refuses policies
-for which the effective sample size is too small. workers.count=N plays the true episodes in N processes, with equal
-results.
+for which the effective sample size is too small. workers.count=N plays the episodes in N processes, with equal results.
 """
 
 import math
@@ -16,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from robopolicy.building.judges import build_evaluators, clipped_fraction, gate_episodes, warn_of_divergence
+from robopolicy.building.judges import Elsewhere, build_evaluators, clipped_fraction, gate_episodes, warn_of_divergence
 from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
-from robopolicy.building.workers import Built, open_workers
+from robopolicy.building.workers import Built, Workers, open_workers
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, DataError
@@ -46,27 +45,32 @@ HEADER = ("evaluator", "Spearman [95 %]", "regret@1", "error", "false accepts", 
 
 def run(config: Config) -> int:
     """Measure the true performance, run the evaluators, and score them."""
+    with open_workers(config) as workers:
+        return compared(config, workers)
+
+
+def compared(config: Config, workers: Workers) -> int:
+    """Compare the evaluators, playing episodes on these workers."""
     section, device = config.bakeoff, choose_device(config.run)
     if len(section.policies) < 3:
         raise ConfigError("Comparing evaluators needs at least three policies, better ten: bakeoff.policies=[A,B,C].")
     names = runs_of(section.policies)
     folder = open_fresh_run(config, "bakeoff", VERB.sections)
     policies = [load_policy(path, device) for path in section.policies]
-    judges = build_evaluators(config, policies[0], gate_episodes(config, policies[0], device), device)
+    elsewhere = Elsewhere(workers, list(zip(policies, section.policies, strict=True)))
+    recorded = gate_episodes(config, policies[0], device)
+    judges = build_evaluators(config, policies[0], recorded, device, elsewhere=elsewhere)
     world = world_for(config, policies[0], device)
     seeds = evaluation_seeds(config, section.episodes)
     by_success = config.gate.metric == "success"
     if by_success:
         require_success(world, "compare returns with gate.metric=return")
     truth: list[float] = []
-    with open_workers(config) as workers:
-        for name, path, policy in zip(names, section.policies, policies, strict=True):
-            given = {"path": str(path), "first": str(section.policies[0])}
-            players = workers.players("robopolicy.verbs.bakeoff:in_worker", **given)
-            seen = adapt_policy_to_world(world, policy)
-            label = f"ground truth: {name}"
-            true_result = evaluate_policy(world, seen, seeds, device=device, label=label, players=players)
-            truth.append(float((true_result.success if by_success else true_result.returns).mean()))
+    for name, path, policy in zip(names, section.policies, policies, strict=True):
+        players = workers.players("robopolicy.verbs.bakeoff:in_worker", path=str(path), first=str(section.policies[0]))
+        seen, label = adapt_policy_to_world(world, policy), f"ground truth: {name}"
+        true_result = evaluate_policy(world, seen, seeds, device=device, label=label, players=players)
+        truth.append(float((true_result.success if by_success else true_result.returns).mean()))
     world.close()
     scores: dict[str, EvaluatorScore] = {}
     values: dict[str, list[float]] = {}

@@ -15,6 +15,7 @@
 - sight: camera students distilled from privileged teachers, compared with imitation and PPO on images.
 - language: PPO, GRAPE and a teacher compared with imitation, for twelve instructions in one scene, with controls.
 - delay: success against inference latency in control steps, for every method of handling it.
+- workers: policy calls per second on local and Ray workers, compared with one process.
 
 World models:
 
@@ -40,33 +41,36 @@ styles.
 
 `tables` writes the result tables of the READMEs and draws their plots, from assets/figures. All benchmarks except sims
 resume after an interruption. Several processes may measure different seeds (bench.seeds) in one folder at once; the
-same command with all seeds then shows all results. Select a custom benchmark by its import path,
-bench.name=package.module:BENCHMARK.
+same command with all seeds then shows all results. Rows of recipes are measured in N processes with workers.count=N.
+Select a custom benchmark by its import path, bench.name=package.module:BENCHMARK.
 """
 
 import dataclasses
 import importlib.util
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from robopolicy.building.commands import run_commands
+from robopolicy.building.workers import open_workers
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.pools import Pool
 from robopolicy.core.registry import Registry
 from robopolicy.core.run import versions
 from robopolicy.core.storage import remove_leftovers, write_atomic, write_json
 from robopolicy.evaluation.report import Report, Section, render
 from robopolicy.runs import lock_shared_folder, open_folder, output, print_table, publish
-from robopolicy.verbs.verb import Verb
+from robopolicy.verbs.verb import Verb, quoted
 
 VERB = Verb(
     summary="Run a benchmark: simulator speed, algorithms, mechanisms, world models",
-    sections=("run", "bench"),
+    sections=("run", "workers", "bench"),
     example="robopolicy bench algorithms",
     targets=("bench.name",),
     resumes=True,
@@ -111,6 +115,7 @@ BENCHMARKS = Registry(
             "rl100",
             "inference",
             "delay",
+            "workers",
             "tables",
         )
     },
@@ -140,7 +145,8 @@ class Benchmark:
     the benchmark) -> results, reusing what is already stored in the folder; tables: results -> tables, for terminal,
     report and READMEs; picture: published results -> the plot above those tables in the README, None for none;
     sections: (results, folder) -> plots and videos of the report; bulky: keys of the results that only the report
-    needs, omitted from json=PATH.
+    needs, omitted from json=PATH; rows: configuration -> independent rows as (bench.only, seed), which other processes
+    may measure at the same time, None if rows share parts.
     """
 
     claim: str
@@ -150,6 +156,7 @@ class Benchmark:
     sections: Callable[[Figures, Path], list[Section]] = lambda figures, root: []
     bulky: frozenset[str] = frozenset()
     picture: Callable[[Figures], Section] | None = None
+    rows: Callable[[Config], Sequence[tuple[str, int]]] | None = None
 
 
 def run(config: Config) -> int:
@@ -164,11 +171,10 @@ def run(config: Config) -> int:
     benchmark = named(name)
     refuse_unread(config, benchmark)
     folder = config.run.root / "bench" / name.replace(":", "-")
-    if "seeds" in benchmark.reads:
-        seeds, advice = [str(seed) for seed in config.bench.seeds], "set other seeds with bench.seeds=[NUMBER]"
-        root = open_folder(folder, seeds, advice).path
-    else:
-        root = open_folder(folder).path
+    with open_workers(config) as workers:
+        if workers.pool is not None:
+            measure_rows(config, benchmark, workers.pool, folder)
+    root = opened(config, benchmark, folder)
     figures = benchmark.measure(config, root)
     with lock_shared_folder(root):
         for summary in ("benchmark.json", "report.html"):
@@ -185,6 +191,41 @@ def run(config: Config) -> int:
         write_atomic(root / "report.html", render(report))
     output.print(f"Report: {root / 'report.html'}")
     return 0
+
+
+def opened(config: Config, benchmark: Benchmark, folder: Path) -> Path:
+    """Open the folder of a benchmark, or the part of it that this process measures: rows or seeds, if it has them."""
+    if benchmark.rows is not None:
+        parts = [f"rows/{only}-{seed}" for only, seed in benchmark.rows(config)]
+        (folder / "rows").mkdir(parents=True, exist_ok=True)
+        return open_folder(folder, parts, "measure other rows with bench.only=[NAME] or bench.seeds=[NUMBER]").path
+    if "seeds" in benchmark.reads:
+        seeds, advice = [str(seed) for seed in config.bench.seeds], "set other seeds with bench.seeds=[NUMBER]"
+        return open_folder(folder, seeds, advice).path
+    return open_folder(folder).path
+
+
+def measure_rows(config: Config, benchmark: Benchmark, pool: Pool, folder: Path) -> None:
+    """Measure every row in a process of its own, on the workers.
+
+    Raises ConfigError if the benchmark has no independent rows, and after all others have ended if a row failed.
+    """
+    if benchmark.rows is None:
+        raise ConfigError(f"The rows of '{config.bench.name}' share parts and run in one process: unset workers.count.")
+    rows = list(benchmark.rows(config))
+    place = [f"run.root={quoted(str(config.run.root))}", f"run.plugins=[{','.join(config.run.plugins)}]"]
+    commands, logs = [], [folder / "logs" / f"{only}-{seed}.txt" for only, seed in rows]
+    for only, seed in rows:
+        section = dataclasses.replace(config.bench, only=(only,), seeds=(seed,))
+        commands.append([*shlex.split(command_of(config.replaced(bench=section)))[1:], *place])
+    failed = []
+    for index, status, _ in run_commands(pool, commands, logs, "rows"):
+        only, seed = rows[index]
+        state = f"failed with status {status}" if status else "measured"
+        output.print(f"{only}, seed {seed}: {state}. Output: {logs[index]}", markup=False, soft_wrap=True)
+        failed += [logs[index]] if status else []
+    if failed:
+        raise ConfigError(f"{len(failed)} of {len(rows)} rows failed; the first says why in {failed[0]}.")
 
 
 def named(name: str) -> Benchmark:

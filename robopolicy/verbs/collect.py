@@ -11,11 +11,14 @@ the expert (or collect.controller) take over after 20 steps without progress: it
 (collect.correct.rewind=10) and completes the task. Every step records the agent that acted; train and offline use this.
 collect.label_policy=expert stores the noise-free expert's action for every step, as complete chunks if the world has
 snapshots. collect.label_policy=TEACHER stores another policy's actions in the states that collect.policy=STUDENT
-visits; train imitates these actions.
+visits; train imitates these actions. workers.count=N records batches of world.batch_size episodes in N processes, with
+equal results.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ from torch import Tensor
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.planning import with_planning
 from robopolicy.building.policies import choose_device, load_acting, load_policy
+from robopolicy.building.workers import Workers, open_workers
 from robopolicy.building.worlds import EXPERT, build_controller, build_lookahead, build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import AUTO
@@ -34,19 +38,21 @@ from robopolicy.core.origin import prefix_errors
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.spec import require_fit
+from robopolicy.core.world import Controller, World
 from robopolicy.data.foresight import LookaheadController
 from robopolicy.data.lerobot_format import write_dataset
-from robopolicy.data.record import of_one_world, record, record_chains, record_corrected
+from robopolicy.data.quality import Quality
+from robopolicy.data.record import Recorder, corrected, of_one_world, record_chains, record_with
 from robopolicy.evaluation.importance import with_densities
 from robopolicy.evaluation.intervals import mean_interval, wilson
 from robopolicy.runs import finish, finished, open_run, output
-from robopolicy.verbs.graded import record_graded
+from robopolicy.verbs.graded import record_graded, recorder_of
 from robopolicy.verbs.unfinished import Unfinished
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
     summary="Record demonstrations as a LeRobotDataset",
-    sections=("run", "world", "plan", "inference", "collect"),
+    sections=("run", "world", "workers", "plan", "inference", "collect"),
     example="robopolicy collect recipe=push_cube collect.episodes=200",
     world_from={"collect.policy": ""},
     resumes=True,
@@ -64,15 +70,18 @@ def run(config: Config) -> int:
         )
         return 0
     section, quality = config.collect, config.collect.quality
-    graded = None if not quality else record_graded(config, quality, folder.path, unfinished, *acting(config))
-    columns = None if graded is None else graded.columns
-    if section.chains:
-        episodes, columns = collect_chains(config, unfinished)
-    elif section.correct.wanted:
-        episodes = collect_corrected(config, unfinished)
-        output.print(interventions_in_words(episodes))
-    else:
-        episodes = collect(config, unfinished) if graded is None else graded.episodes
+    graded, columns = None, None
+    with open_workers(config) as workers:
+        if quality:
+            graded = record_graded(config, quality, folder.path, unfinished, workers, acting(config))
+            episodes, columns = graded.episodes, graded.columns
+        elif section.chains:
+            episodes, columns = collect_chains(config, unfinished, workers)
+        elif section.correct.wanted:
+            episodes = collect_corrected(config, unfinished, workers)
+            output.print(interventions_in_words(episodes))
+        else:
+            episodes = collect(config, unfinished, workers)
     write_dataset(
         episodes,
         folder.path / "dataset",
@@ -92,47 +101,89 @@ def run(config: Config) -> int:
     return 0
 
 
-def collect(config: Config, unfinished: Unfinished) -> Episodes:
-    """Record an equal number of episodes at each noise level, from seeds that no evaluation uses."""
+@dataclass(frozen=True)
+class Cast:
+    """What acts in a recording and labels it: the policy (None for a controller) and the teacher, in their world."""
+
+    config: Config
+    world: World
+    policy: Policy | None
+    device: torch.device
+    teacher: Policy | Controller | LookaheadController | None
+
+    @staticmethod
+    def of(config: Config) -> "Cast":
+        """Load policy and teacher, and build their world, with no more rows than the largest share of episodes."""
+        section = config.collect
+        policy, device = acting(config)
+        teacher = None if section.label_policy in ("", EXPERT) else load_policy(section.label_policy, device)
+        episodes = max(shares_of(config).values())
+        world = build_world(config.world, policy, episodes=episodes, seed=config.run.seed, filmed=True)
+        if teacher is not None:
+            with prefix_errors(teacher):
+                require_fit(teacher.spec, world.spec)
+        elif section.label_policy == EXPERT:
+            teacher = build_lookahead(config.world, world, section.label_steps, section.controller)
+        return Cast(config, world, policy, device, teacher)
+
+    def close(self) -> None:
+        """Close the worlds of policy and teacher."""
+        self.world.close()
+        if isinstance(self.teacher, LookaheadController):
+            self.teacher.close()
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """Random generator of the noise of the policy's actions."""
+        return Generators(self.config.run.seed, self.device)["act"]
+
+    def recorder(self, index: int, level: str) -> Recorder:
+        """Return the recorder of the episodes at noise level number `index`."""
+        section, seed = self.config.collect, derive_seed(self.config.run.seed, f"collect/noise/{index}")
+        actor = self.policy or build_noisy_expert(self.config.world, self.world, level, seed, section.controller)
+        return Recorder(self.world, lambda _: actor, self.generator, section.deterministic, self.teacher)
+
+
+def shares_of(config: Config) -> dict[tuple[int, str], int]:
+    """Return the number of episodes of each noise level, by its index and name, without empty levels."""
     section = config.collect
-    policy, device = acting(config)
-    teacher = None if section.label_policy in ("", EXPERT) else load_policy(section.label_policy, device)
-    levels = section.noise if policy is None else ("",)
-    shares = [
-        section.episodes // len(levels) + (index < section.episodes % len(levels)) for index in range(len(levels))
-    ]
-    world = build_world(config.world, policy, episodes=max(shares), seed=config.run.seed, filmed=True)
-    if teacher is not None:
-        with prefix_errors(teacher):
-            require_fit(teacher.spec, world.spec)
-    elif section.label_policy == EXPERT:
-        teacher = build_lookahead(config.world, world, section.label_steps, section.controller)
-    parts = []
-    generators = Generators(config.run.seed, device)
-    for index, (level, share) in enumerate(zip(levels, shares, strict=True)):
-        if not share:
-            continue
-        actor = policy or build_noisy_expert(
-            config.world, world, level, derive_seed(config.run.seed, f"collect/noise/{index}"), section.controller
-        )
-        episodes = record(
-            world,
-            actor,
+    levels, episodes = section.noise if section.policy is None else ("",), section.episodes
+    shares = {
+        (index, level): episodes // len(levels) + (index < episodes % len(levels)) for index, level in enumerate(levels)
+    }
+    return {level: share for level, share in shares.items() if share}
+
+
+def in_worker(config: Config, index: int, level: str) -> Recorder:
+    """Build in a worker the recorder of the episodes at noise level number `index`."""
+    return Cast.of(config).recorder(index, level)
+
+
+def collect(config: Config, unfinished: Unfinished, workers: Workers) -> Episodes:
+    """Record an equal number of episodes at each noise level, from seeds that no evaluation uses."""
+    team, parts = Cast.of(config), []
+    for (index, level), share in shares_of(config).items():
+        episodes = record_with(
+            team.recorder(index, level),
             episode_seeds(config.run.seed, f"collect/{index}", share),
-            successes_only=section.successes_only,
-            generator=generators["act"],
-            deterministic=section.deterministic,
-            teacher=teacher,
+            successes_only=config.collect.successes_only,
             kept=unfinished.part(str(index), share),
+            recorders=workers.recorders("robopolicy.verbs.collect:in_worker", index=index, level=level),
         )
         parts.append(episodes)
-    world.close()
-    if isinstance(teacher, LookaheadController):
-        teacher.close()
+    team.close()
     return of_one_world(parts)
 
 
-def collect_chains(config: Config, unfinished: Unfinished) -> tuple[Episodes, dict[str, Tensor]]:
+def chains_recorder(config: Config) -> Recorder:
+    """Return the recorder of a policy with its denoising chains."""
+    policy, device = acting(config)
+    assert policy is not None  # which the section asks for
+    world = build_world(config.world, policy, episodes=config.collect.episodes, seed=config.run.seed)
+    return Recorder(world, lambda _: policy, Generators(config.run.seed, device)["act"], chains=True)
+
+
+def collect_chains(config: Config, unfinished: Unfinished, workers: Workers) -> tuple[Episodes, dict[str, Tensor]]:
     """Return a policy's episodes as `collect` records them, and columns with its denoising chains and their
     log-densities.
 
@@ -144,32 +195,43 @@ def collect_chains(config: Config, unfinished: Unfinished) -> tuple[Episodes, di
             "collect.chains=true needs log-probabilities of the actions, which planning (plan.model) does not "
             "provide: unset one of them."
         )
-    policy, device = acting(config)
-    assert policy is not None  # which the section asks for
-    world = build_world(config.world, policy, episodes=section.episodes, seed=config.run.seed)
-    seeds, generator = (
-        episode_seeds(config.run.seed, "collect/0", section.episodes),
-        Generators(config.run.seed, device),
-    )
-    cache = unfinished.part("chains", section.episodes)
-    episodes, chains = record_chains(world, policy, seeds, generator=generator["act"], kept=cache)
-    world.close()
+    recorder = chains_recorder(config)
+    policy, device = cast(Policy, recorder.actor(np.arange(0))), recorder.generator.device
+    seeds = episode_seeds(config.run.seed, "collect/0", section.episodes)
+    options = {
+        "kept": unfinished.part("chains", section.episodes),
+        "recorders": workers.recorders("robopolicy.verbs.collect:chains_recorder"),
+    }
+    episodes, chains = record_chains(recorder.world, policy, seeds, generator=recorder.generator, **options)
+    recorder.close()
     scored_chains = with_densities(policy, episodes.to(device), chains.to(device)).to("cpu")
     return episodes, scored_chains.columns(episodes.step_count)
 
 
-def collect_corrected(config: Config, unfinished: Unfinished) -> Episodes:
-    """Return episodes of a policy with expert corrections, from the seeds of `collect`; each step records who acted."""
+def corrected_recorder(config: Config) -> Recorder:
+    """Return the recorder of a policy that the expert (or collect.controller) corrects."""
     section = config.collect
     policy, device = acting(config)
     assert policy is not None  # which the section asks for
     world = build_world(config.world, policy, episodes=section.episodes, seed=config.run.seed)
     expert = build_controller(config.world, world, section.controller)
-    seeds, draws = episode_seeds(config.run.seed, "collect/0", section.episodes), Generators(config.run.seed, device)
-    cache = unfinished.part("corrected", section.episodes)
-    episodes = record_corrected(world, policy, expert, seeds, section.correct, generator=draws["act"], kept=cache)
-    world.close()
+    generator = Generators(config.run.seed, device)["act"]
+    return Recorder(world, lambda _: corrected(world, policy, expert, section.correct, generator), generator)
+
+
+def collect_corrected(config: Config, unfinished: Unfinished, workers: Workers) -> Episodes:
+    """Return episodes of a policy with expert corrections, from the seeds of `collect`; each step records who acted."""
+    recorder, count = corrected_recorder(config), config.collect.episodes
+    seeds = episode_seeds(config.run.seed, "collect/0", count)
+    elsewhere = workers.recorders("robopolicy.verbs.collect:corrected_recorder")
+    episodes = record_with(recorder, seeds, kept=unfinished.part("corrected", count), recorders=elsewhere)
+    recorder.close()
     return episodes
+
+
+def graded_recorder(config: Config, quality: Quality, levels: dict[str, float]) -> Recorder:
+    """Build in a worker the recorder of a dataset of graded quality; see `robopolicy.verbs.graded.recorder_of`."""
+    return recorder_of(config, quality, levels, *acting(config))[0]
 
 
 def acting(config: Config) -> tuple[Policy | None, torch.device]:

@@ -36,7 +36,7 @@ from worldmodels.protocol import EncodesForPolicy
 
 VERB = Verb(
     summary="Distil a denoising policy into one with few denoising steps",
-    sections=("run", "world", "distill"),
+    sections=("run", "world", "workers", "distill"),
     example="robopolicy distill runs/finetune/push_t/0/checkpoint",
     targets=("distill.policy",),
     world_from={"distill.policy": "finetune/checkpoint"},
@@ -94,7 +94,8 @@ def run(config: Config) -> int:
         **{f"seconds_{name}": value for name, value in seconds.items()},
     }
     if section.evaluate_episodes:
-        result |= compared(evaluate_in_own_world(config, policies_of_roles, section.evaluate_episodes, device))
+        paths = {"teacher": path, "student": folder.checkpoint}
+        result |= compared(evaluate_in_own_world(config, policies_of_roles, section.evaluate_episodes, device, paths))
     output.print(
         f"Policy call (batch size 1): teacher {1000 * seconds['teacher']:.2f} ms, student "
         f"{1000 * seconds['student']:.2f} ms, {faster:.1f}x faster."

@@ -52,7 +52,7 @@ from robopolicy.evaluation.waves import SavedBatches
 from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
 from robopolicy.inference.configuration import CHUNKINGS, SYNCHRONOUS
 from robopolicy.policies.loading import checkpoint_in
-from robopolicy.runs import finish, open_fresh_run, output
+from robopolicy.runs import decisive, finish, open_fresh_run, output
 from robopolicy.verbs.job import evaluation_seeds, normalised, print_evaluations, record_video
 from robopolicy.verbs.unfinished import hashes, source_of
 from robopolicy.verbs.verb import Verb
@@ -142,7 +142,7 @@ def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> S
     models = [path for path in (config.plan.model, config.world.model) if path is not None]
     world = source_of(config.world.name)
     of = {
-        "settings": to_yaml(config, tuple(name for name in VERB.sections if name != "workers")),
+        "settings": to_yaml(config, decisive(VERB.sections)),
         "files": [hashes(checkpoint_in(path)) for path in (*policies, *models)],
         "world": None if world is None else file_hash(world),
     }

@@ -47,6 +47,7 @@ from robopolicy.training.update import by_episode, minibatch_rows
 from robopolicy.verbs.advice import Evidence, print_advice
 from robopolicy.verbs.job import (
     Job,
+    Saved,
     confirming_seeds,
     print_evaluations,
     require_target,
@@ -129,7 +130,8 @@ def tune(config: Config, workers: Workers) -> int:
     if job.is_over:
         return 0
     seconds = clock.seconds
-    verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes)
+    saved = Saved({"base": path, "tuned": job.folder.checkpoint}, like=path)
+    verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes, saved)
     job.film(judging, {"base": base, "fine-tuned": policy}, section.evaluate_episodes, section.videos)
     for each in (world, judging):
         each.close()

@@ -5,11 +5,12 @@ training. model: episodes in world models (worldmodel.data=[DATASET] worldmodel.
 alone); fqe: a critic fitted to each policy on recorded data; critic: a critic of the recorded actions; importance:
 logged actions weighted by each policy's likelihood (data from collect.chains=true). The candidate is accepted if the
 lower bound of its improvement, by the bootstrap and by Student's t, exceeds gate.margin for every evaluator. The values
-of fqe and critic are rejected as not credible if they exceed those of nine of ten recorded successes. Exit status 0:
-accepted, 1: rejected.
+of fqe and critic are rejected as not credible if they exceed those of nine of ten recorded successes. workers.count=N
+plays the episodes in world models in N processes, with equal results. Exit status 0: accepted, 1: rejected.
 """
 
 from robopolicy.building.judges import (
+    Elsewhere,
     build_evaluators,
     clipped_fraction,
     gate_episodes,
@@ -17,6 +18,7 @@ from robopolicy.building.judges import (
     warn_of_divergence,
 )
 from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.workers import open_workers
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.evaluation.gate import Gate
@@ -26,7 +28,7 @@ from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
     summary="Decide by offline evaluation whether a policy may replace another",
-    sections=("run", "world", "gate"),
+    sections=("run", "world", "workers", "gate"),
     example="robopolicy gate runs/offline/push_t/0/checkpoint runs/train/push_t/0/checkpoint",
     targets=("gate.candidate", "gate.incumbent"),
     world_from={"gate.candidate": "", "gate.incumbent": ""},
@@ -40,9 +42,12 @@ def run(config: Config) -> int:
         raise ConfigError("Two policies are needed. Usage: robopolicy gate CANDIDATE INCUMBENT")
     folder = open_fresh_run(config, "gate", VERB.sections)
     candidate, incumbent = (load_policy(path, device) for path in (section.candidate, section.incumbent))
-    judges = build_evaluators(config, incumbent, gate_episodes(config, incumbent, device), device)
-    gate = Gate(judges, margin=section.margin, relative=section.relative_margin, confidence=section.confidence)
-    verdict = gate.decide(candidate, incumbent)
+    with open_workers(config) as workers:
+        elsewhere = Elsewhere(workers, [(incumbent, section.incumbent), (candidate, section.candidate)])
+        recorded = gate_episodes(config, incumbent, device)
+        judges = build_evaluators(config, incumbent, recorded, device, elsewhere=elsewhere)
+        gate = Gate(judges, margin=section.margin, relative=section.relative_margin, confidence=section.confidence)
+        verdict = gate.decide(candidate, incumbent)
     warn_of_divergence(judges)
     output.print(verdict.line("the candidate"))
     warn_of_critics_alone(section, verdict.accepted)

@@ -6,7 +6,7 @@ Measurements are saved in the run folder at once, so an interrupted run repeats 
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.building.origins import origin_of_section
+from robopolicy.building.workers import Workers
 from robopolicy.building.worlds import build_controller, build_world
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
@@ -46,7 +47,7 @@ from robopolicy.data.quality import (
     medium_level,
     schedule,
 )
-from robopolicy.data.record import record
+from robopolicy.data.record import Recorder, record_with
 from robopolicy.evaluation.scores import Anchors, Performance, normalised_score
 from robopolicy.evaluation.success import evaluate_policy, require_success
 from robopolicy.runs import output
@@ -88,31 +89,30 @@ def record_graded(
     quality: Quality,
     folder: Path,
     unfinished: Unfinished,
-    policy: Policy | None,
-    device: torch.device,
+    workers: Workers,
+    actor: tuple[Policy | None, torch.device],
 ) -> Graded:
     """Measure the anchors, find the noise level for `quality`, and record; folder: the run folder; unfinished: its
-    episodes recorded so far.
+    episodes recorded so far; actor: the policy (None for a controller) and its device.
 
     Raises ConfigError (no expert, success not reported, actions without bounds) and DataError (the expert fails,
     returns do not rank it above uniform random actions, or no noise level gives the requested success).
     """
-    ground = find_ground(config, quality, folder / MEASURED, policy, device)
+    ground = find_ground(config, quality, folder / MEASURED, *actor)
     output.print(f"uniform random actions: {ground.anchors.random.text}\nexpert: {ground.anchors.expert.text}")
     for name, level in ground.levels.items():
         output.print(f"noise of {name}: {Disturbance.at(level).text}{_tried(ground.trials, level)}")
-    section, seed = config.collect, config.run.seed
-    world = build_world(config.world, policy, episodes=section.episodes, seed=seed)
+    recorder, plan = recorder_of(config, quality, ground.levels, *actor)
+    elsewhere = workers.recorders(
+        "robopolicy.verbs.collect:graded_recorder", quality=quality, levels=dict(ground.levels)
+    )
     try:
-        noise = episode_seeds(seed, f"collect/{quality}/noise", section.episodes)
-        plan = schedule(quality, noise, world.spec.horizon, **ground.levels)
-        seeds, generator = episode_seeds(seed, f"collect/{quality}", section.episodes), Generators(seed, device)["act"]
+        seeds = episode_seeds(config.run.seed, f"collect/{quality}", config.collect.episodes)
         cache = unfinished.part(quality, len(seeds))
-        actor = _disturbed(config, world, policy, plan.select(cache.left(len(seeds))))
-        episodes = record(world, actor, seeds, generator=generator, deterministic=True, kept=cache)
-        settings = _settings(config, quality, ground, world.spec.horizon)
+        episodes = record_with(recorder, seeds, kept=cache, recorders=elsewhere)
+        settings = _settings(config, quality, ground, recorder.world.spec.horizon)
     finally:
-        world.close()
+        recorder.close()
     performance = Performance.of_episodes(episodes)
     score = normalised_score(performance, ground.anchors)
     _say_missed(quality, performance)
@@ -131,6 +131,21 @@ def record_graded(
         "segments": list(SEGMENTS),
     }
     return Graded(episodes, columns(episodes, plan), description)
+
+
+def recorder_of(
+    config: Config, quality: Quality, levels: Mapping[str, float], policy: Policy | None, device: torch.device
+) -> tuple[Recorder, Schedule]:
+    """Return the recorder of a dataset of graded quality with these noise levels, and the schedule of its noise."""
+    section, seed = config.collect, config.run.seed
+    world = build_world(config.world, policy, episodes=section.episodes, seed=seed)
+    noise = episode_seeds(seed, f"collect/{quality}/noise", section.episodes)
+    plan = schedule(quality, noise, world.spec.horizon, **levels)
+
+    def actor(positions: np.ndarray) -> DisturbedController | DisturbedPolicy:
+        return _disturbed(config, world, policy, plan.select(positions.tolist()))
+
+    return Recorder(world, actor, Generators(seed, device)["act"], deterministic=True), plan
 
 
 def find_ground(config: Config, quality: Quality, file: Path, policy: Policy | None, device: torch.device) -> Ground:

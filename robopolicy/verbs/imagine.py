@@ -45,7 +45,7 @@ from robopolicy.training.course import EndReason, StoppingRule, StoppingSettings
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.advice import Evidence, evident_cause
-from robopolicy.verbs.job import Job, confirming_seeds, print_evaluations, require_target, starting_checkpoint
+from robopolicy.verbs.job import Job, Saved, confirming_seeds, print_evaluations, require_target, starting_checkpoint
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import save_encoder
 from worldmodels.env import ImaginedWorld
@@ -80,7 +80,7 @@ UNWATCHED = (
 
 VERB = Verb(
     summary="Fine-tune inside a world model, tracking imagined and real success",
-    sections=("run", "world", "plan", "finetune", "imagine"),
+    sections=("run", "world", "workers", "plan", "finetune", "imagine"),
     example="robopolicy imagine recipe=push_cube",
     targets=("finetune.policy",),
     world_from={"finetune.policy": "train/checkpoint", "imagine.model": "worldmodel/checkpoint"},
@@ -138,7 +138,8 @@ def run(config: Config) -> int:
         save_encoder(worlds.imagined.model, folder.checkpoint)
     real_policies = {"base": worlds.in_reality(base), "tuned": worlds.in_reality(policy)}
     episodes = section.evaluate_episodes
-    verdicts = job.judge(worlds.real, real_policies, episodes)
+    saved = Saved({"base": path, "tuned": folder.checkpoint}, like=path)
+    verdicts = job.judge(worlds.real, real_policies, episodes, saved)
     imagined_verdicts = job.judge(
         worlds.imagined, {f"{name}, imagined": each for name, each in imagined_policies.items()}, episodes
     )

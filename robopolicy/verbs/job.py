@@ -13,6 +13,7 @@ A verb opens its job, learns, evaluates the result against the initial policy, a
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 from rich.table import Table
+from torch import nn
 
-from robopolicy.building.policies import adapt_policy_to_world, choose_device
+from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
+from robopolicy.building.workers import Built, Workers, open_workers
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core import replicas
@@ -114,9 +117,14 @@ class Job:
 
         return evaluate
 
-    def judge(self, world: World, policies: Mapping[str, Policy], episodes: int) -> dict[str, PolicyEvaluation]:
-        """Return the evaluation result of each policy, by name, on the evaluation seeds that all verbs share."""
-        return evaluate_all(self.config, world, policies, episodes, self.device)
+    def judge(
+        self, world: World, policies: Mapping[str, Policy], episodes: int, saved: "Saved | None" = None
+    ) -> dict[str, PolicyEvaluation]:
+        """Return the evaluation result of each policy, by name, on the evaluation seeds that all verbs share.
+
+        saved: where policies are saved, to be played on the workers of config.workers.
+        """
+        return evaluate_all(self.config, world, policies, episodes, self.device, saved)
 
     def film(self, world: World, policies: Mapping[str, Policy], episodes: int, videos: int) -> None:
         """Write base_and_tuned.mp4: the labelled policies side by side, from the first evaluation seeds.
@@ -150,23 +158,78 @@ def confirming_seeds(config: Config, iteration: int, episodes: int) -> np.ndarra
     return episode_seeds(config.run.seed, f"confirm/{iteration}", episodes)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """Checkpoints of policies that are evaluated, from which workers load them.
+
+    paths: name -> checkpoint; like: checkpoint of the policy for which the world was built; seed: of that world.
+    """
+
+    paths: Mapping[str, Path]
+    like: Path
+    seed: int = 0
+
+    def of(self, name: str, policy: Policy, device: torch.device) -> Path | None:
+        """Return the checkpoint of `policy`; None if there is none that is equal to it."""
+        path = self.paths.get(name)
+        if path is None or not isinstance(policy, nn.Module) or is_pretrained(policy):
+            return None
+        loaded = load_policy(path, device)
+        if type(loaded) is not type(policy) or not isinstance(loaded, nn.Module):
+            return None
+        here, there = policy.state_dict(), loaded.state_dict()
+        same = here.keys() == there.keys() and all(torch.equal(here[key], there[key]) for key in here)
+        return path if same else None
+
+
 def evaluate_all(
-    config: Config, world: World, policies: Mapping[str, Policy], episodes: int, device: torch.device
+    config: Config,
+    world: World,
+    policies: Mapping[str, Policy],
+    episodes: int,
+    device: torch.device,
+    saved: Saved | None = None,
 ) -> dict[str, PolicyEvaluation]:
-    """Return the evaluation result of each policy in `world`, by name, on the evaluation seeds that all verbs share."""
-    seeds = evaluation_seeds(config, episodes)
-    return {
-        name: evaluate_both_modes(world, adapt_policy_to_world(world, each), seeds, device, config.run.seed, name)
-        for name, each in policies.items()
-    }
+    """Return the evaluation result of each policy in `world`, by name, on the evaluation seeds that all verbs share.
+
+    Policies whose checkpoint is in `saved` play on workers, others in this process.
+    """
+    seeds, verdicts = evaluation_seeds(config, episodes), dict[str, PolicyEvaluation]()
+    with nullcontext(Workers(config, None)) if saved is None else open_workers(config) as workers:
+        for name, each in policies.items():
+            players = None
+            if saved is not None and workers.pool is not None:
+                if (path := saved.of(name, each, device)) is not None:
+                    given = {"path": str(path), "like": str(saved.like), "episodes": episodes, "seed": saved.seed}
+                    players = workers.players("robopolicy.verbs.job:in_worker", **given)
+                else:
+                    output.print(f"{name}: no checkpoint is exactly this policy, so it is evaluated in this process.")
+            seen = adapt_policy_to_world(world, each)
+            verdicts[name] = evaluate_both_modes(world, seen, seeds, device, config.run.seed, name, players=players)
+    return verdicts
+
+
+def in_worker(config: Config, path: str, like: str, episodes: int, seed: int) -> Built:
+    """Build in a worker the configured world for the policy at `like`, and the policy at `path`."""
+    device = choose_device(config.run)
+    world = build_world(config.world, load_policy(like, device), episodes=episodes, seed=seed, device=device)
+    return world, adapt_policy_to_world(world, load_policy(path, device)), device
 
 
 def evaluate_in_own_world(
-    config: Config, policies: Mapping[str, Policy], episodes: int, device: torch.device
+    config: Config,
+    policies: Mapping[str, Policy],
+    episodes: int,
+    device: torch.device,
+    paths: Mapping[str, Path] | None = None,
 ) -> dict[str, PolicyEvaluation]:
-    """Evaluate each policy in the configured world, built for the first policy; print and return the results."""
+    """Evaluate each policy in the configured world, built for the first policy; print and return the results.
+
+    paths: checkpoints of policies, the first of which workers need.
+    """
     world = build_world(config.world, next(iter(policies.values())), episodes=episodes, device=device)
-    verdicts = evaluate_all(config, world, policies, episodes, device)
+    saved = None if not paths else Saved(paths, next(iter(paths.values())))
+    verdicts = evaluate_all(config, world, policies, episodes, device, saved)
     world.close()
     print_evaluations(verdicts)
     return verdicts

@@ -15,14 +15,16 @@ offline.data=[recorded,guided] samples from a diffusion model of the log, guided
 offline.agent=edac offline.data=[recorded,imagined] offline.imagined_steps=10 offline.model=MODEL.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from robopolicy.building.judges import build_evaluators, clipped_fraction, warn_of_critics_alone, warn_of_divergence
-from robopolicy.building.policies import adapt_policy_to_world, load_policy
+from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
 from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.recorded import GateSection
@@ -53,7 +55,7 @@ from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
     summary="Offline RL: improve a policy from recorded data, accepted through a gate",
-    sections=("run", "world", "finetune", "gate", "offline"),
+    sections=("run", "world", "workers", "finetune", "gate", "offline"),
     example="robopolicy offline runs/collect/push_t/0/dataset offline.policy=runs/train/push_t/0/checkpoint",
     targets=("offline.dataset",),
     world_from={"offline.policy": "train/checkpoint"},
@@ -117,7 +119,7 @@ def run(config: Config) -> int:
         "seconds": seconds,
         **clipped_fraction(judges),
     }
-    real_verdicts = judged_for_real(config, base, policy, device)
+    real_verdicts = judged_for_real(config, {"base": base, "tuned": policy}, {"base": path, "tuned": folder.checkpoint})
     print_rounds(rounds, section.rounds)
     job.finish(real_verdicts | result)
     return 0
@@ -217,14 +219,16 @@ def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> E
     return episodes.to(device)
 
 
-def judged_for_real(config: Config, base: Policy, policy: Policy, device: torch.device) -> dict[str, Any]:
+def judged_for_real(config: Config, policies: Mapping[str, Policy], paths: Mapping[str, Path]) -> dict[str, Any]:
     """Evaluate base and result in the world; print and return the results. Returns nothing without
     offline.evaluate_episodes.
+
+    paths: checkpoints of the policies.
     """
     count = config.offline.evaluate_episodes
     if not count:
         return {}
-    verdicts = evaluate_in_own_world(config, {"base": base, "tuned": policy}, count, device)
+    verdicts = evaluate_in_own_world(config, policies, count, choose_device(config.run), paths)
     dataset = default_path(config, "collect", "dataset", config.offline.dataset, "offline.dataset")
     return compared(verdicts) | normalised(verdicts, known_anchors(dataset, verdicts["base"].deterministic.world))
 

@@ -57,12 +57,12 @@ from robopolicy.training.online import (
     plays_policy,
 )
 from robopolicy.verbs.advice import CEILING
-from robopolicy.verbs.job import Job, print_evaluations, starting_checkpoint
+from robopolicy.verbs.job import Job, Saved, print_evaluations, starting_checkpoint
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
     summary="Online RL with critics: train an agent, or steer a frozen policy (DSRL)",
-    sections=("run", "world", "online"),
+    sections=("run", "world", "workers", "online"),
     example="robopolicy online runs/train/push_cube/0/checkpoint online.method=dsrl",
     targets=("online.policy",),
     world_from={"online.policy": "train/checkpoint", "online.dataset": ""},
@@ -108,7 +108,9 @@ def run(config: Config) -> int:
         run=folder,
     )
     seconds = clock.seconds
-    verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes)
+    tuned = job.folder.checkpoint
+    saved = Saved({"base": path, "tuned": tuned} if path is not None else {"tuned": tuned}, like=tuned)
+    verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes, saved)
     for each in (world, judging):
         each.close()
     print_evaluations(verdicts)

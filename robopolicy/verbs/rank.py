@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
-from robopolicy.building.workers import Built, Workers, open_workers
+from robopolicy.building.workers import BatchPlayers, Built, Workers, open_workers, play_together
 from robopolicy.building.worlds import build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import WorldSection
@@ -24,7 +24,7 @@ from robopolicy.core.randomness import derive_seed, numpy_generator
 from robopolicy.core.world import Controller, World
 from robopolicy.evaluation.ranking import RankingResult, rank
 from robopolicy.evaluation.report import agreement, report_for_run
-from robopolicy.evaluation.success import EvaluationResult, evaluate_policy, require_success
+from robopolicy.evaluation.success import Evaluation, EvaluationResult, evaluate_policy, require_success
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table, runs_of
 from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
@@ -37,6 +37,8 @@ VERB = Verb(
     example="robopolicy rank recipe=push_cube",
     world_from={"rank.policies": "", "rank.models": "worldmodel/checkpoint"},
 )
+BOOTSTRAP = "rank/bootstrap"
+"""Name of the random numbers of the intervals."""
 
 
 def run(config: Config) -> int:
@@ -52,14 +54,12 @@ def run(config: Config) -> int:
     require_seen_by_experts(models.values(), config.rank.noise)
     model_worlds = {name: config.world.imagined_by(path) for name, path in models.items()}
     require_fitting(config, (config.world, *model_worlds.values()), candidates)
-    rankings: dict[str, RankingResult] = {}
     with open_workers(config) as workers:
-        real = score(config, config.world, candidates, "simulator", workers)
-        for name, section in model_worlds.items():
-            model_scores = score(config, section, candidates, name, workers)
-            rankings[name] = rank(
-                real=real, model=model_scores, generator=numpy_generator(config.run.seed, "rank/bootstrap")
-            )
+        scores = score(config, {"simulator": config.world, **model_worlds}, candidates, workers)
+    rankings = {
+        name: rank(real=scores["simulator"], model=scores[name], generator=numpy_generator(config.run.seed, BOOTSTRAP))
+        for name in model_worlds
+    }
     show(rankings)
     figures = {name: {"path": str(models[name]), **ranking.to_json()} for name, ranking in rankings.items()}
     finish(config, folder, {"models": figures})
@@ -111,28 +111,33 @@ def require_fitting(config: Config, sections: Iterable[WorldSection], candidates
 
 
 def score(
-    config: Config, section: WorldSection, candidates: dict[str, Policy | str], label: str, workers: Workers
-) -> dict[str, EvaluationResult]:
-    """Evaluate every candidate in one world, deterministically, on the evaluation seeds that all verbs share."""
+    config: Config, sections: Mapping[str, WorldSection], candidates: dict[str, Policy | str], workers: Workers
+) -> dict[str, dict[str, EvaluationResult]]:
+    """Evaluate every candidate in each world, deterministically, on the evaluation seeds that all verbs share.
+
+    On workers, all episodes of all candidates in all worlds are played together.
+    """
     seeds, device = evaluation_seeds(config, config.rank.episodes), choose_device(config.run)
     paths = dict(zip(runs_of(config.rank.policies), config.rank.policies, strict=True))
-    workers = Workers(config.replaced(world=section), workers.pool)
-    results = {}
-    for name, candidate in candidates.items():
-        world, actor = acting_in(config, section, name, candidate, device)
-        require_success(world, "compare policies with robopolicy evaluate, which also compares returns")
-        given = {"name": name, "path": str(paths.get(name, "")), "noise": "" if name in paths else candidate}
-        results[name] = evaluate_policy(
-            world,
-            actor,
-            seeds,
-            generator_seed=config.run.seed,
-            device=device,
-            label=f"{label}: {name}",
-            players=workers.players("robopolicy.verbs.rank:in_worker", **given) if workers.pool else None,
-        )
-        world.close()
-    return results
+    scores: dict[str, dict[str, EvaluationResult]] = {label: {} for label in sections}
+    asked: dict[tuple[str, str], tuple[BatchPlayers, Evaluation]] = {}
+    for label, section in sections.items():
+        here = Workers(config.replaced(world=section), workers.pool)
+        for name, candidate in candidates.items():
+            world, actor = acting_in(config, section, name, candidate, device)
+            require_success(world, "compare policies with robopolicy evaluate, which also compares returns")
+            given = {"name": name, "path": str(paths.get(name, "")), "noise": "" if name in paths else candidate}
+            players = here.players("robopolicy.verbs.rank:in_worker", **given) if workers.pool else None
+            if players is not None:
+                asked[label, name] = players, Evaluation.of(world, seeds)
+            else:
+                options = {"generator_seed": config.run.seed, "device": device, "label": f"{label}: {name}"}
+                scores[label][name] = evaluate_policy(world, actor, seeds, **options)
+            world.close()
+    results = play_together(list(asked.values()), config.run.seed, "ranking")
+    for (label, name), result in zip(asked, results, strict=True):
+        scores[label][name] = result
+    return scores
 
 
 def acting_in(

@@ -2,11 +2,12 @@
 
 Write the verb and its settings as usual, with several values where they vary: run.seed=0,1,2 finetune.clip=0.02,0.05
 makes six runs. Values follow Hydra's sweep grammar: also range(0,5) and choice(a,b); a value inside brackets or quotes
-stays one value. Runs are executed one after another, each in the verb's usual folder. Swept settings other than the
-seed are added to the run's name; the default inputs are those of the name without these settings (run.inputs). The
-table shows each setting's mean and range over seeds, and the paired difference to the first setting on the same initial
-states. A run that fails is listed with its reason, and the others continue. If interrupted, run the same command again:
-finished runs are kept, the interrupted one resumes. Add values to the command to extend a sweep.
+stays one value. Runs are executed one after another, or workers.count at a time, each in the verb's usual folder. Swept
+settings other than the seed are added to the run's name; the default inputs are those of the name without these
+settings (run.inputs). The table shows each setting's mean and range over seeds, and the paired difference to the first
+setting on the same initial states. A run that fails is listed with its reason, and the others continue. If interrupted,
+run the same command again: finished runs are kept, the interrupted one resumes. Add values to the command to extend a
+sweep.
 """
 
 import itertools
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -28,8 +29,11 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from rich.rule import Rule
 
+from robopolicy.building.commands import run_commands
+from robopolicy.building.workers import open_workers
 from robopolicy.configuration import Config, to_yaml
 from robopolicy.core.errors import ConfigError, DataError, RobopolicyError, did_you_mean, in_one_line
+from robopolicy.core.pools import Pool
 from robopolicy.core.run import versions
 from robopolicy.core.storage import read_object, write_atomic, write_json
 from robopolicy.evaluation.report import render
@@ -48,12 +52,12 @@ from robopolicy.evaluation.sweeps import (
     table,
     value_of,
 )
-from robopolicy.runs import RESULT, open_folder, output, print_table, publish, run_name, run_path
+from robopolicy.runs import RESULT, decisive, open_folder, output, print_table, publish, run_name, run_path
 from robopolicy.verbs.verb import VERBS, Verb, configuration_of, declaration, overrides
 
 VERB = Verb(
     summary="Run a verb for every combination of settings and compare the results",
-    sections=("sweep",),
+    sections=("sweep", "workers"),
     example="robopolicy sweep finetune recipe=push_t run.seed=0,1,2 finetune.clip=0.02,0.05",
     rest="sweep.command",
     resumes=True,
@@ -86,7 +90,7 @@ class Planned:
         config_file = self.shown.folder / "config.yaml"
         if self.config.run.overwrite or not (self.shown.folder / RESULT).exists() or not config_file.exists():
             return False
-        return config_file.read_text() == to_yaml(self.config, declaration(self.verb).sections)
+        return config_file.read_text() == to_yaml(self.config, decisive(declaration(self.verb).sections))
 
 
 def run(config: Config) -> int:
@@ -99,11 +103,11 @@ def run(config: Config) -> int:
     folder = open_folder(first.config.run.root / "sweep" / name, way_out="name this sweep with sweep.name=NAME").path
     swept_runs = [each.shown for each in runs]
     try:
-        for place, each in enumerate(runs):
-            title = f"{place + 1} of {len(runs)}: {_described(each.shown)}"
-            output.print(Rule(f"[bold]{title}", align="left"))
-            swept_runs[place] = done(each)
-            _write(config, folder, first.verb, swept_runs)
+        with open_workers(config) as workers:
+            ended = side_by_side(runs, workers.pool, folder) if workers.pool is not None else in_turn(runs)
+            for place, run_result in ended:
+                swept_runs[place] = run_result
+                _write(config, folder, first.verb, swept_runs)
     except KeyboardInterrupt:
         _write(config, folder, first.verb, swept_runs)
         output.print(f"\nStopped. The table so far: {folder / 'table.md'}", soft_wrap=True)
@@ -181,21 +185,45 @@ def _plain(value: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", value).strip("-")
 
 
-def done(each: Planned) -> SweptRun:
-    """Run one combination, unless it is finished, and return how it ended.
+def in_turn(runs: Sequence[Planned]) -> Iterator[tuple[int, SweptRun]]:
+    """Run the combinations one after another, unless they are finished; yield place and end of each.
 
-    Raises KeyboardInterrupt when it was interrupted.
+    Raises KeyboardInterrupt when one was interrupted.
     """
-    swept_run = each.shown
-    if each.is_finished():
-        output.print(f"{swept_run.folder} is finished already.", soft_wrap=True)
-    else:
-        command = [sys.executable, "-m", "robopolicy", each.verb, *each.settings]
-        status, error_output = _run(command)
+    for place, each in enumerate(runs):
+        title = f"{place + 1} of {len(runs)}: {_described(each.shown)}"
+        output.print(Rule(f"[bold]{title}", align="left"))
+        if each.is_finished():
+            output.print(f"{each.shown.folder} is finished already.", soft_wrap=True)
+            yield place, ended(each)
+            continue
+        status, error_output = _run([sys.executable, "-m", "robopolicy", each.verb, *each.settings])
         if status == INTERRUPTED:
             raise KeyboardInterrupt
-        if status != 0:
-            return replace(swept_run, state=FAILED, reason=_reason(status, error_output))
+        yield place, ended(each, status, error_output)
+
+
+def side_by_side(runs: Sequence[Planned], pool: Pool, folder: Path) -> Iterator[tuple[int, SweptRun]]:
+    """Run the combinations on workers, unless they are finished; yield place and end of each, in order of arrival."""
+    missing = [place for place, each in enumerate(runs) if not each.is_finished()]
+    for place in (place for place in range(len(runs)) if place not in missing):
+        output.print(f"{runs[place].shown.folder} is finished already.", soft_wrap=True)
+        yield place, ended(runs[place])
+    logs = [folder / "logs" / f"{place + 1}.txt" for place in missing]
+    commands = [[runs[place].verb, *runs[place].settings] for place in missing]
+    for index, status, said in run_commands(pool, commands, logs, "runs"):
+        place = missing[index]
+        run_result = ended(runs[place], status, said)
+        line = f"{place + 1} of {len(runs)}: {_described(run_result)}: {run_result.state}. Output: {logs[index]}"
+        output.print(line, markup=False, soft_wrap=True)
+        yield place, run_result
+
+
+def ended(each: Planned, status: int = 0, said: str = "") -> SweptRun:
+    """Return the end of one combination, with its result; said: the end of its output."""
+    swept_run = each.shown
+    if status != 0:
+        return replace(swept_run, state=FAILED, reason=_reason(status, said))
     try:
         return replace(swept_run, state=FINISHED, result=read_object(swept_run.folder / RESULT, DataError))
     except RobopolicyError as error:

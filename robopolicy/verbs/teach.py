@@ -36,12 +36,20 @@ from robopolicy.training.auxiliary import build_state_head
 from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.pretrain import plan_conditions
 from robopolicy.training.teaching import Teacher, teach
-from robopolicy.verbs.job import Job, evaluation_seeds, print_evaluations, print_model, record_video, say_replicas
+from robopolicy.verbs.job import (
+    Job,
+    Saved,
+    evaluation_seeds,
+    print_evaluations,
+    print_model,
+    record_video,
+    say_replicas,
+)
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
     summary="DAgger: distil a policy or the expert into a student, such as one with cameras",
-    sections=("run", "world", "collect", "policy", "teach"),
+    sections=("run", "world", "workers", "collect", "policy", "teach"),
     example="robopolicy teach runs/finetune/push_cube/0/checkpoint recipe=push_cube_pixels",
     targets=("teach.teacher",),
     world_from={"teach.teacher": "finetune/checkpoint"},
@@ -164,7 +172,8 @@ def judged(job: Job, teacher: Policy | Controller | LookaheadController, student
     verdicts = {}
     for name, each in policies.items():
         world = build_world(config.world, each, episodes=len(seeds), seed=config.run.seed, device=job.device)
-        verdicts |= job.judge(world, {name: each}, len(seeds))
+        path = job.folder.checkpoint if each is student else teacher_path(config)
+        verdicts |= job.judge(world, {name: each}, len(seeds), Saved({name: path}, like=path, seed=config.run.seed))
         if each is student:
             record_video(world, student, seeds[: section.videos], job.folder, name, job.device)
         world.close()

@@ -47,14 +47,14 @@ from robopolicy.training.encoders import load_encoder
 from robopolicy.training.fit import FitResult, Staged, fit_stages
 from robopolicy.training.pretrain import pretrain
 from robopolicy.training.reading import DataRead, describe_reading, require_fit_of
-from robopolicy.verbs.job import Job, print_evaluations, print_model, say_replicas, starting_checkpoint
+from robopolicy.verbs.job import Job, Saved, print_evaluations, print_model, say_replicas, starting_checkpoint
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import encode_episodes, save_encoder
 from worldmodels.protocol import EncodesForPolicy
 
 VERB = Verb(
     summary="Pre-train a diffusion, flow or token policy on a dataset",
-    sections=("run", "world", "policy", "train"),
+    sections=("run", "world", "workers", "policy", "train"),
     example="robopolicy train recipe=push_cube policy.kind=flow",
     targets=("train.data",),
     world_from={"train.policy": "", "train.data": "collect/dataset"},
@@ -123,7 +123,8 @@ def run(config: Config) -> int:
             policies = {UNPLANNED: reactive, **policies}
         if encoder is not None:
             policies = {name: with_model_encoder(encoder, each) for name, each in policies.items()}
-        verdicts = job.judge(world, policies, count)
+        saved = Saved({"policy": folder.checkpoint}, like=folder.checkpoint, seed=config.run.seed)
+        verdicts = job.judge(world, policies, count, saved)
         world.close()
         print_evaluations(verdicts)
         result |= {name: verdict.to_json() for name, verdict in verdicts.items()}

@@ -126,7 +126,8 @@ def configuration_of(verb: Verb, settings: list[str]) -> "Config":
 def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
     """Turn positional words into the verb's target settings; keep `key=value` unchanged."""
     if verb.rest:
-        verb_settings = [argument for argument in arguments if argument.startswith((f"{name}.", "json="))]
+        prefixes = (*(f"{section}." for section in verb.sections), "json=")
+        verb_settings = [argument for argument in arguments if argument.startswith(prefixes)]
         rest = ",".join(_in_quotes(argument) for argument in arguments if argument not in verb_settings)
         return [*verb_settings, f"{verb.rest}=[{rest}]"]
     result: list[str] = []
@@ -135,7 +136,7 @@ def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
         is_path = bool(targets) and _exists(argument)
         if "=" in argument and not is_path:
             key, _, value = argument.partition("=")
-            value_text = _quoted(value) if key in verb.short and _exists(value) else value
+            value_text = quoted(value) if key in verb.short and _exists(value) else value
             result.append(f"{verb.short.get(key, key)}={value_text}")
         elif argument.startswith("-"):
             raise ConfigError(
@@ -145,7 +146,7 @@ def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
             more = "no further positional argument" if verb.targets else "no positional argument"
             raise ConfigError(f"'{name}' takes {more} ('{argument}'): write settings as key=value.")
         else:
-            key, text = targets.pop(0), _quoted(argument) if is_path else argument
+            key, text = targets.pop(0), quoted(argument) if is_path else argument
             result.append(f"{key}=[{text}]" if key in verb.lists else f"{key}={text}")
     return result
 
@@ -158,7 +159,7 @@ def _exists(argument: str) -> bool:
         return False
 
 
-def _quoted(path: str) -> str:
+def quoted(path: str) -> str:
     """Return a path quoted so that it is parsed back unchanged, whatever characters it contains."""
     return path if set(path) <= PLAIN else _in_quotes(path)
 

@@ -6,12 +6,14 @@ input closes, that is, whenever this process ends, however it ends.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ START = "import json as j, sys; sys.path[:] = j.loads(sys.argv[2]); from robopol
 
 @dataclass(frozen=True)
 class Shared:
-    """Handle of a value that each worker receives once."""
+    """Handle of a value that each worker receives once; the value is freed everywhere when the handle is."""
 
     key: int
 
@@ -56,6 +58,7 @@ class LocalPool:
     def __init__(self, settings: PoolSettings):
         self.workers = settings.count
         self._values: dict[int, Any] = {}
+        self._keys = itertools.count()
         self._idle: list[_Worker] = []
         self._busy: dict[Connection[Any, Any], _Worker] = {}
 
@@ -66,8 +69,10 @@ class LocalPool:
 
     def put(self, value: Any) -> Shared:
         """Implement `Pool.put`."""
-        self._values[len(self._values)] = value
-        return Shared(len(self._values) - 1)
+        handle = Shared(next(self._keys))
+        self._values[handle.key] = value
+        weakref.finalize(handle, self._values.pop, handle.key, None)
+        return handle
 
     def map(self, function: str, items: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
         """Implement `Pool.map`."""
@@ -123,9 +128,9 @@ class LocalPool:
 
     def _send(self, worker: _Worker, function: str, item: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         missing = {value.key for value in item.values() if isinstance(value, Shared)} - worker.values
-        values = {key: self._values[key] for key in missing}
-        worker.values |= missing
-        worker.connection.send((function, dict(item), dict(given), values))
+        values, freed = {key: self._values[key] for key in missing}, worker.values - self._values.keys()
+        worker.values = (worker.values | missing) - freed
+        worker.connection.send((function, dict(item), dict(given), values, freed))
 
 
 def _started() -> _Worker:
@@ -140,22 +145,22 @@ def _started() -> _Worker:
 
 def work(number: int) -> None:
     """Run in a worker: receive items over the connection of this file number and reply, until it closes."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     with contextlib.suppress(OSError):
         os.dup2(2, 1)  # standard output belongs to the results of this command
     connection: Connection[Any, Any] = Connection(number)
     values: dict[int, Any] = {}
     while True:
         try:
-            function, item, given, new = connection.recv()
+            function, item, given, new, freed = connection.recv()
         except (EOFError, OSError):
             return
-        values |= new
+        values = {key: value for key, value in (values | new).items() if key not in freed}
         item = {name: values[value.key] if isinstance(value, Shared) else value for name, value in item.items()}
         connection.send(perform(function, item, given))
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process when its standard input closes."""
     while os.read(0, 1):
         pass

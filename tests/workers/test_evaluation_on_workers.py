@@ -1,8 +1,7 @@
 """Evaluations on workers equal those in one process byte for byte, whoever plays, dies or comes first."""
 
 import json
-import os
-import signal
+import shutil
 import threading
 import time
 
@@ -11,6 +10,7 @@ from tiny_runs import TINY
 
 from robopolicy.building import workers
 from robopolicy.cli import main
+from robopolicy.core.pools import PoolSettings
 from robopolicy.evaluation import success
 from robopolicy.workers.local import LocalPool
 
@@ -42,25 +42,16 @@ def alone(root):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_equal_for_every_number_of_workers(root, alone, count):
+def test_equal_for_every_number_of_workers(root, alone, warm, count):
     assert evaluate(root, f"workers{count}", f"workers.count={count}") == 0
     assert outcomes(root, "evaluate", f"workers{count}") == alone
 
 
-def test_equal_when_a_worker_is_killed(root, alone, monkeypatch):
-    killed = []
-
-    class Killed(LocalPool):
-        def map(self, function, items):
-            for result in super().map(function, items):
-                if not killed and self._busy:
-                    killed.append(self.processes[0])
-                    os.kill(killed[0], signal.SIGKILL)
-                yield result
-
-    monkeypatch.setattr("robopolicy.workers.local.LocalPool", Killed)
+def test_equal_when_a_worker_is_killed(root, alone, warm):
+    pool = warm(PoolSettings(2))
+    pool.kill = True
     assert evaluate(root, "killed", "workers.count=2") == 0
-    assert killed
+    assert not pool.kill
     assert outcomes(root, "evaluate", "killed") == alone
 
 
@@ -87,7 +78,7 @@ def test_an_interrupted_evaluation_resumes_with_other_workers(root, alone, monke
     assert outcomes(root, "evaluate", "interrupted") == alone
 
 
-def test_planning_chunking_and_cameras_are_rebuilt_in_the_worker(root):
+def test_planning_chunking_and_cameras_are_rebuilt_in_the_worker(root, warm):
     model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
     settings = f"plan.model={model}", "plan.candidates=2", "evaluate.episodes=16"
     assert evaluate(root, "plan1", *settings) == 0
@@ -95,7 +86,7 @@ def test_planning_chunking_and_cameras_are_rebuilt_in_the_worker(root):
     assert outcomes(root, "evaluate", "plan2") == outcomes(root, "evaluate", "plan1")
 
 
-def test_what_needs_every_action_plays_in_this_process_and_says_so(root, capsys, monkeypatch):
+def test_what_needs_every_action_plays_in_this_process_and_says_so(root, warm, capsys, monkeypatch):
     settings = "evaluate.latency_steps=1", "evaluate.episodes=8"
     assert evaluate(root, "late1", *settings) == 0
     monkeypatch.setattr(success, "progress", success.progress)
@@ -111,7 +102,7 @@ def test_a_strangers_pool(root, alone):
     assert outcomes(root, "evaluate", "stranger") == alone
 
 
-def test_rank_is_equal(root):
+def test_rank_is_equal(root, warm):
     policy = root / "train" / "reach_planar" / "0" / "checkpoint"
     for count in (1, 2):
         common = [*TINY, "world.batch_size=8", f"workers.count={count}", f"run.root={root}"]
@@ -121,7 +112,46 @@ def test_rank_is_equal(root):
     assert outcomes(root, "rank", "rank2") == outcomes(root, "rank", "rank1")
 
 
-def test_a_progress_bar_advances_as_batches_arrive(root, monkeypatch):
+def test_all_episodes_of_a_ranking_are_sent_together(root, warm, monkeypatch):
+    sent = []
+
+    class Counted:
+        def __init__(self, settings):
+            self.pool = warm(settings)
+            self.workers, self.put, self.close = self.pool.workers, self.pool.put, self.pool.close
+
+        def map(self, function, items):
+            sent.append(len(items))
+            return self.pool.map(function, items)
+
+    monkeypatch.setattr("robopolicy.workers.local.LocalPool", Counted)
+    model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
+    common = [*TINY, "world.batch_size=8", "workers.count=2", f"run.root={root}", "run.name=together"]
+    settings = "rank.policies=[]", "rank.noise=[none,low,medium]", "rank.episodes=16", f"rank.models=[{model}]"
+    assert main(["rank", *common, *settings]) == 0
+    assert sent == [2 * 3 * 2]
+
+
+def gate(root, verb, count):
+    train, tuned = (root / "train" / "reach_planar" / name for name in ("0", "0-copy"))
+    if not tuned.exists():
+        shutil.copytree(train, tuned)
+    model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
+    common = [*TINY, "world.batch_size=8", f"workers.count={count}", f"run.root={root}", f"run.name={verb}{count}"]
+    judged = [f"gate.models=[{model}]", "gate.num_states=16", "gate.evaluators=[model,world]"]
+    policies = [train / "checkpoint", tuned / "checkpoint"]
+    three = f"bakeoff.policies=[{','.join(map(str, [*policies, policies[0]]))}]"
+    given = [three, "bakeoff.episodes=16"] if verb == "bakeoff" else list(map(str, policies))
+    assert main([verb, *common, *judged, *given]) in (0, 1)
+    return outcomes(root, verb, f"{verb}{count}")
+
+
+@pytest.mark.parametrize("verb", ["gate", "bakeoff"])
+def test_evaluators_play_on_workers_with_equal_results(root, warm, verb):
+    assert gate(root, verb, 2) == gate(root, verb, 1)
+
+
+def test_a_progress_bar_advances_as_batches_arrive(root, warm, monkeypatch):
     steps, real = [], success.progress
 
     class Noted:

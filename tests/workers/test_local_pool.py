@@ -73,6 +73,31 @@ def test_results_carry_the_index_of_their_item_and_shared_values_are_sent_once(p
     assert list(pool.map(HERE + "doubled", [])) == []
 
 
+def test_a_value_is_freed_with_its_handle():
+    with open_pool("local", PoolSettings(count=1)) as pool:
+        assert isinstance(pool, LocalPool)
+        for _ in range(3):
+            handle = pool.put({"weights": np.zeros(15_432)})
+            assert len(dict(pool.map(HERE + "sized", [{"value": handle}]))) == 1
+            del handle
+        assert not pool._values
+        last = pool.put(1)
+        assert dict(pool.map(HERE + "kept", [{"value": last}])) == {0: 1}
+
+
+def sized(value: dict) -> int:
+    return len(value["weights"])
+
+
+def kept(value: int) -> int:
+    """Return the number of values that the worker's loop holds."""
+    frame = sys._getframe()
+    while "connection" not in frame.f_locals:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return len(frame.f_locals["values"])
+
+
 def test_the_error_of_an_item_arrives_with_its_text_and_the_pool_goes_on(pool):
     with pytest.raises(ConfigError, match=r"set finetune\.x=1"):
         list(pool.map(HERE + "refuse", [{"text": "set finetune.x=1"}]))

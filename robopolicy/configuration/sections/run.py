@@ -49,11 +49,17 @@ class WorkersSection:
     """Worker processes that share the work; results do not depend on their number."""
 
     pool: str = field(default="local", metadata={REGISTRY: "robopolicy.core.pools:POOLS"})
-    """Pool of workers: local (processes on this machine), or an import path, package.module:Class."""
+    """Pool of workers: local (processes on this machine), ray (of a Ray cluster, needs the extra ray), or an import
+    path, package.module:Class.
+    """
     count: Count = 1
     """Number of workers. 1 with pool=local plays in this process. run.threads applies to each worker."""
     address: str = ""
-    """Address of a cluster, for a custom pool; empty for this machine."""
+    """Address of a running cluster, such as HOST:6379, or auto for the one that this machine belongs to; empty for this
+    machine alone.
+    """
+    allow_unauthenticated: bool = False
+    """Join a Ray cluster that requires no token. Everyone who reaches such a cluster can run code on it."""
 
 
 WORLD_MODEL = "worldmodel"
