@@ -130,7 +130,7 @@ def tune(config: Config, workers: Workers) -> int:
     if job.is_over:
         return 0
     seconds = clock.seconds
-    saved = Saved({"base": path, "tuned": job.folder.checkpoint}, like=path)
+    saved = Saved({"base": path, "tuned": job.folder.checkpoint}, like=path, workers=workers)
     verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes, saved)
     job.film(judging, {"base": base, "fine-tuned": policy}, section.evaluate_episodes, section.videos)
     for each in (world, judging):

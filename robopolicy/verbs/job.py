@@ -13,7 +13,7 @@ A verb opens its job, learns, evaluates the result against the initial policy, a
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,12 +162,18 @@ def confirming_seeds(config: Config, iteration: int, episodes: int) -> np.ndarra
 class Saved:
     """Checkpoints of policies that are evaluated, from which workers load them.
 
-    paths: name -> checkpoint; like: checkpoint of the policy for which the world was built; seed: of that world.
+    paths: name -> checkpoint; like: checkpoint of the policy for which the world was built; seed: of that world;
+    workers: those that are open already, None to open them.
     """
 
     paths: Mapping[str, Path]
     like: Path
     seed: int = 0
+    workers: Workers | None = None
+
+    def opened(self, config: Config) -> AbstractContextManager[Workers]:
+        """Return the workers, which end afterwards if they were not open before."""
+        return open_workers(config) if self.workers is None else nullcontext(self.workers)
 
     def of(self, name: str, policy: Policy, device: torch.device) -> Path | None:
         """Return the checkpoint of `policy`; None if there is none that is equal to it."""
@@ -195,7 +201,7 @@ def evaluate_all(
     Policies whose checkpoint is in `saved` play on workers, others in this process.
     """
     seeds, verdicts = evaluation_seeds(config, episodes), dict[str, PolicyEvaluation]()
-    with nullcontext(Workers(config, None)) if saved is None else open_workers(config) as workers:
+    with nullcontext(Workers(config, None)) if saved is None else saved.opened(config) as workers:
         for name, each in policies.items():
             players = None
             if saved is not None and workers.pool is not None:
