@@ -33,7 +33,9 @@ MODE = "RAY_AUTH_MODE"
 """Environment variable with which Ray switches authentication on; those of the token and of its file follow."""
 TOKEN = "RAY_AUTH_TOKEN"
 TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
-LOOPBACK = "127.0.0.1"
+CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Environment variable with which Ray allows nodes on other machines, on every system despite its name; with "0", Ray
+listens on the loopback address alone."""
 STARTS = 4
 """Number of times that a cluster is started before giving up: Ray itself waits for 30 seconds."""
 PASSED_ON = ("MUJOCO_GL", "PYOPENGL_PLATFORM", "HF_HUB_OFFLINE", "HF_HOME")
@@ -49,16 +51,20 @@ QUIET = {
     "RAY_DEDUP_LOGS": "0",
 }
 PROBE = """
-import sys, ray
+import socket, sys, ray
+from ray._private.services import canonicalize_bootstrap_address_or_die
+from ray._raylet import GcsClient
 try:
-    ray.init(address=sys.argv[1], log_to_driver=False, logging_level="CRITICAL")
+    address = canonicalize_bootstrap_address_or_die(sys.argv[1])
+    socket.create_connection(address.rsplit(":", 1), 5).close()
+    GcsClient(address=address)
 except ray.exceptions.AuthenticationError:
     sys.exit(3)
 except Exception as error:
     print(error, file=sys.stderr)
-    sys.exit(4 if "nauthenticated" not in str(error) else 3)
+    sys.exit(4)
 """
-"""Joins the cluster at an address without a token; exit status 3: it requires one."""
+"""Connects to the cluster at an address without a token; exit status 3: it requires one."""
 
 
 class Actor:
@@ -92,6 +98,9 @@ class RayPool:
         self._busy: dict[Any, tuple[Any, int]] = {}
         self._failures = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        # Ray replaces a loopback address by that of the machine unless other machines are excluded.
+        excluded = not settings.address or settings.address.startswith(("auto", "localhost", "127."))
+        os.environ[CLUSTERS] = "0" if excluded else "1"
         if settings.address:
             _require_token(settings)
         else:
@@ -114,7 +123,7 @@ class RayPool:
         else:
             self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
             options |= {"address": "local", "num_cpus": settings.count, "include_dashboard": False}
-            options |= {"_node_ip_address": LOOPBACK, "_temp_dir": self._folder.name}
+            options |= {"_temp_dir": self._folder.name}
         for attempt in range(1, STARTS + 1):
             try:
                 with _signals_kept():
@@ -266,6 +275,8 @@ def _signals_kept() -> Iterator[None]:
 
 def _refresh() -> None:
     """Let Ray read its environment variables again, if it was imported before they were set."""
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    constants.ENABLE_RAY_CLUSTER = os.environ[CLUSTERS] == "1"
     core: Any = importlib.import_module("ray._raylet")
     core.Config.initialize("")
     core.AuthenticationTokenLoader.instance().reset_cache()

@@ -28,6 +28,19 @@ def doubled(numbers: np.ndarray, wait: float = 0.0) -> dict:
     return {"doubled": 2 * numbers, "process": os.getpid()}
 
 
+def facts(values: dict) -> dict:
+    """Return what a worker knows about itself and its item; writes to the arrays, as functions may."""
+    values["a"] += 1
+    return {
+        "sum": values["a"].sum(),
+        "niceness": os.nice(0),
+        "process": os.getpid(),
+        "trusts": registry.is_trusted("fractions:Fraction"),
+        "plugin": "colorsys" in sys.modules,
+        "heavy": sorted({"torch", "mujoco", "diffusers"} & set(sys.modules)),
+    }
+
+
 def refuse(text: str) -> None:
     raise ConfigError(text)
 

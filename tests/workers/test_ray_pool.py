@@ -15,9 +15,9 @@ from test_local_pool import alive, refuse  # noqa: F401 (workers import it)
 
 from robopolicy.core.errors import ConfigError, RobopolicyNote
 from robopolicy.core.pools import PoolSettings, WorkerDiedError, WorkerError, open_pool
-from robopolicy.core.registry import import_plugins, is_trusted
+from robopolicy.core.registry import import_plugins
 from robopolicy.workers import ray as ray_workers
-from robopolicy.workers.ray import LOOPBACK, RayPool
+from robopolicy.workers.ray import RayPool
 
 pytest.importorskip("ray", reason="install it with: pip install 'robopolicy[ray]'")
 
@@ -27,20 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 
-HERE, LOCAL = f"{__name__}:", "test_local_pool:"
-
-
-def facts(values: dict) -> dict:
-    """Return what a worker knows about itself and its item; writes to the arrays, as functions may."""
-    values["a"] += 1
-    return {
-        "sum": values["a"].sum(),
-        "niceness": os.nice(0),
-        "process": os.getpid(),
-        "trusts": is_trusted("fractions:Fraction"),
-        "plugin": "colorsys" in sys.modules,
-        "heavy": sorted({"torch", "mujoco", "diffusers"} & set(sys.modules)),
-    }
+LOCAL = "test_local_pool:"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +40,7 @@ def pool():
 
 def test_values_are_numpy_through_the_object_store_and_what_the_user_trusts_travels(pool):
     shared = pool.put({"a": np.arange(100_000)})
-    results = dict(pool.map(HERE + "facts", [{"values": shared}] * 4))
+    results = dict(pool.map(LOCAL + "facts", [{"values": shared}] * 4))
     assert sorted(results) == [0, 1, 2, 3]
     for each in results.values():
         assert each["sum"] == np.arange(100_000).sum() + 100_000, "an item got the array of another"
@@ -101,8 +88,8 @@ def listening(processes: set[int]) -> set[tuple[str, int]]:
 
 
 def descendants(process: int) -> set[int]:
-    children = {int(each) for each in subprocess.run(
-        ["pgrep", "-P", str(process)], capture_output=True, text=True, check=False).stdout.split()}  # fmt: skip
+    command = ["pgrep", "-P", str(process)]
+    children = {int(each) for each in subprocess.run(command, capture_output=True, text=True).stdout.split()}
     return children.union(*(descendants(child) for child in children)) if children else set()
 
 
@@ -110,7 +97,7 @@ def test_ports_are_open_on_the_loopback_address_alone(pool):
     list(pool.map(LOCAL + "doubled", [{"numbers": np.ones(1)}]))
     ports = listening(descendants(os.getpid()) | {os.getpid()})
     assert len(ports) >= 3
-    addresses = [each[4][0] for each in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    addresses = [str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     others = {address for address in addresses if not address.startswith("127.")}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -128,7 +115,7 @@ def test_ports_are_open_on_the_loopback_address_alone(pool):
                 if client.connect_ex((address, port)) == 0:
                     reached.append((address, port))
     assert not reached
-    assert any(port for _, port in ports if socket.create_connection((LOOPBACK, port), 2).close() is None)
+    assert any(port for _, port in ports if socket.create_connection(("127.0.0.1", port), 2).close() is None)
 
 
 def test_without_the_token_the_cluster_is_closed(pool):
@@ -137,7 +124,7 @@ def test_without_the_token_the_cluster_is_closed(pool):
     address = ray.get_runtime_context().gcs_address
     settings = PoolSettings(count=1, address=address)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    environment |= {"RAY_AUTH_MODE": "disabled", "HOME": "/nonexistent"}
+    environment |= {"RAY_AUTH_MODE": "disabled", "HOME": "/nonexistent", ray_workers.CLUSTERS: "0"}
     command = [sys.executable, "-c", ray_workers.PROBE, address]
     assert subprocess.run(command, env=environment, check=False, capture_output=True).returncode == 3
     ray_workers._require_token(settings)  # with it, it is open
@@ -162,7 +149,7 @@ def test_a_start_that_takes_too_long_is_tried_again(monkeypatch):
     tries = []
 
     def start(**options):
-        tries.append(options["_node_ip_address"])
+        tries.append(os.environ[ray_workers.CLUSTERS])
         raise Exception("The current node timed out during startup. This could happen ...")
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -170,7 +157,7 @@ def test_a_start_that_takes_too_long_is_tried_again(monkeypatch):
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     with pytest.warns(RobopolicyNote, match="trying again"), pytest.raises(ConfigError, match="Ray does not start"):
         RayPool(PoolSettings(count=1))
-    assert tries == [LOOPBACK] * ray_workers.STARTS
+    assert tries == ["0"] * ray_workers.STARTS
 
 
 @pytest.fixture
