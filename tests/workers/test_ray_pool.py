@@ -5,6 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -207,3 +209,37 @@ def test_closing_ends_every_process_and_leaves_no_folder():
     while any(map(alive, helpers)):
         assert time.monotonic() < limit, "a process of Ray outlives its command"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["on the loopback address", "on every address"])
+def test_a_running_cluster_with_a_token_is_joined_and_stays_up(tmp_path, everywhere):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    script = f"""
+        from robopolicy.core.pools import PoolSettings, open_pool
+        for _ in range(2):
+            with open_pool("ray", PoolSettings(count=1, address="{address}")) as pool:
+                print(dict(pool.map("test_local_pool:warn", [{{"text": "a"}}, {{"text": "b"}}])))
+    """
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "cd" * 32, ray_workers.CLUSTERS: str(int(everywhere))}
+    environment |= {"PYTHONPATH": str(Path(__file__).parent), "HOME": str(tmp_path)}
+    folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # sockets need short names
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", address[10:]]
+    command += ["--num-cpus", "1", "--include-dashboard", "false", "--temp-dir", folder.name]
+    with (
+        folder,
+        subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as head,
+    ):
+        try:
+            limit = time.monotonic() + 120
+            while socket.socket().connect_ex(("127.0.0.1", int(address[10:]))):
+                assert head.poll() is None and time.monotonic() < limit
+                time.sleep(0.2)
+            command = [sys.executable, "-c", textwrap.dedent(script)]
+            result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        finally:
+            head.terminate()
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["{0: 'a', 1: 'b'}"] * 2
