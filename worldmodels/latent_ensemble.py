@@ -41,7 +41,7 @@ from worldmodels.data import (
 )
 from worldmodels.encoding import encode_episodes
 from worldmodels.ensemble import EnsembleModel
-from worldmodels.images.model import PartStage
+from worldmodels.images.model import DividedStage, PartStage
 from worldmodels.images.networks import ImageDecoder
 from worldmodels.protocol import LATENT, Context, Imagined, Latent
 from worldmodels.registry import saved_configuration
@@ -182,7 +182,7 @@ class LatentEnsembleModel(nn.Module):
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """The encoder is trained first, unless it was copied or is already trained; then the ensemble, on latents."""
-        ensemble = PartStage(self.ensemble, self.latent_batches, self.ensemble.loss), 1.0
+        ensemble = DividedStage(self.ensemble, self.latent_batches, self.ensemble.loss), 1.0
         if not self._learns_encoder:
             return {"ensemble": ensemble}
         encoder = PartStage(self.autoencoder, self.frame_batches, self.autoencoder.losses)

@@ -5,9 +5,9 @@ r, r + R, ... with gradient.
 """
 
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch import distributed as _torch_distributed
 from robopolicy.core import replicas
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ConfigError, RobopolicyError
+from robopolicy.core.randomness import derive_seed
 from robopolicy.core.regression import DividesBatches
 from robopolicy.core.row_draws import RowDraws
 from robopolicy.core.tensors import join_tree, split_tree
@@ -70,12 +71,14 @@ def _bytes_of(data: bytes | None) -> bytes:
 class Part:
     """The rows of a minibatch of N that this process computes with gradient: all of them, or every R-th.
 
-    rows: N; own: their slice. A minibatch of too few rows is computed in full by every process; `share` then divides
-    its gradient among them.
+    rows: N; own: their slice; is_exact: whether random numbers of the own rows are those that one process draws for
+    them. A minibatch of too few rows is computed in full by every process; `share` then divides its gradient among
+    them.
     """
 
     rows: int
     own: slice = slice(None)
+    is_exact: bool = True
 
     @property
     def is_all(self) -> bool:
@@ -112,8 +115,20 @@ class Part:
         return torch.stack(parts, 1).flatten(0, 1)[: self.rows]
 
     def drawing(self) -> RowDraws | nullcontext[None]:
-        """Return a context in which random numbers of the own rows are those that one process would draw for them."""
-        return nullcontext() if self.is_all else RowDraws(self.rows, self.own)
+        """Return a context in which random numbers of the own rows are those that one process would draw for them, if
+        the part is exact.
+        """
+        return RowDraws(self.rows, self.own) if self.is_exact and not self.is_all else nullcontext()
+
+    def noise(self, generator: torch.Generator) -> torch.Generator:
+        """Return the generator of a loss of the own rows: `generator`, or of a part that is not exact one of this
+        process's own, seeded by a draw of `generator`, which all processes advance alike.
+        """
+        if self.is_exact or self.is_all:
+            return generator
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        own_seed = derive_seed(seed, f"process {replicas.rank()}")
+        return torch.Generator(generator.device).manual_seed(own_seed)
 
 
 def part_of(rows: int) -> Part:
@@ -125,34 +140,81 @@ def part_of(rows: int) -> Part:
 def divided(batch: Any, model: object) -> tuple[Part, Any]:
     """Return this process's part of a training batch, and its rows; with one process, the batch.
 
-    batch: nested mappings of tensors and lists [N, ...], with the entry "observation"; others if the model
-    `DividesBatches`. Raises ConfigError for other models: they may compare rows, or draw for all of them.
+    batch: nested mappings and dataclasses of tensors and lists [N, ...], and scalars []; others if the model
+    `DividesBatches`. The part is exact if the batch has the entry "observation", as batches of policies do, or the
+    model divides it: other losses may draw random numbers for the batch as a whole. Raises ConfigError if the numbers
+    of rows differ.
     """
     if replicas.count() == 1:
         return Part(0), batch
     if isinstance(model, DividesBatches):
         part = part_of(model.rows(batch))
         return part, batch if part.is_all else model.divided(batch, part.own)
-    sizes = set(_sizes(batch)) if is_mapping(batch) and "observation" in batch else set[int]()
+    sizes = set(_sizes(batch))
     if len(sizes) != 1:
         raise ConfigError(
-            f"{type(model).__name__} has batches that data-parallel processes cannot divide: train it in one process, "
-            "without torchrun or accelerate."
+            f"{type(model).__name__} has batches whose parts have different numbers of rows, which data-parallel "
+            "processes cannot divide: train it in one process, without torchrun or accelerate."
         )
-    part = part_of(sizes.pop())
+    part = replace(part_of(sizes.pop()), is_exact=is_mapping(batch) and "observation" in batch)
     return part, batch if part.is_all else _taken(batch, part.own)
 
 
-def _sizes(batch: Any) -> Iterator[int]:
+def _branches(batch: Any) -> Mapping[str, Any] | None:
+    """Return the named parts of a batch, None for a tensor or list."""
     if is_mapping(batch):
-        for value in batch.values():
+        return batch
+    return dict(vars(batch)) if is_dataclass(batch) else None
+
+
+def _sizes(batch: Any) -> Iterator[int]:
+    branches = _branches(batch)
+    if branches is not None:
+        for value in branches.values():
             yield from _sizes(value)
     else:
-        yield len(batch)
+        yield from () if _is_scalar(batch) else (len(batch),)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0
 
 
 def _taken(batch: Any, own: slice) -> Any:
-    return {name: _taken(value, own) for name, value in batch.items()} if is_mapping(batch) else batch[own]
+    branches = _branches(batch)
+    if branches is None:
+        return batch if _is_scalar(batch) else batch[own]
+    parts = {name: _taken(value, own) for name, value in branches.items()}
+    return parts if is_mapping(batch) else replace(batch, **parts)
+
+
+def of_leader(value: Tensor) -> Tensor:
+    """Return the leader's `value` [...] in every process, for a decision on which all must agree.
+
+    On GPUs the same computation may round differently in two processes; if one stopped and the other waited for its
+    gradients, it would wait forever.
+    """
+    if replicas.count() == 1:
+        return value
+    result = value.detach().clone()
+    with _exchanging():
+        distributed.broadcast(result, 0)
+    return result
+
+
+def rows_of_all(own: Tensor) -> Tensor:
+    """Return the rows [N, ...] of all processes, in the order of their ranks, from the own ones [n, ...]."""
+    if replicas.count() == 1:
+        return own
+    sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(replicas.count())]
+    with _exchanging():
+        distributed.all_gather(sizes, torch.tensor([len(own)], device=own.device))
+        largest = max(map(int, sizes))
+        padded = own.new_zeros((largest, *own.shape[1:]))
+        padded[: len(own)] = own.detach()
+        parts = [torch.empty_like(padded) for _ in sizes]
+        distributed.all_gather(parts, padded)
+    return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
 
 
 def add_gradients(parameters: Sequence[nn.Parameter], terms: Iterable[Tensor] = ()) -> list[Tensor]:

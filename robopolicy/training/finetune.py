@@ -282,7 +282,8 @@ class _Finetuning:
                 self._where,
                 train_actor=not self._has_critic or self.iteration >= self.config.critic_warmup,
             )
-        states = self.generators.state().values()
+        # The leader alone acts, with staleness also in the background of this update.
+        states = [state for name, state in self.generators.state().items() if name != "act"]
         require_equal([*self.learner.weights(), *states], "weights or random numbers", self._where)
         updated = time.perf_counter()
         collected_rollouts = collected_rollouts.fresh

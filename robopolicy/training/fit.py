@@ -141,7 +141,7 @@ class _Fit:
             part, rows = divided(piece, self.model)
             share = fraction * part.share
             with training_precision(self.precision), part.drawing():
-                losses = self.model.loss(rows, self.generators["loss"])
+                losses = self.model.loss(rows, part.noise(self.generators["loss"]))
             # Each piece counts by its share of the rows, so the summed gradients are those of the whole batch's mean.
             parts = {name: share * value.mean() for name, value in losses.items()}
             with backward_precision(self.precision):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from robopolicy.core import replicas
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.exchange import Part, add_gradients, part_of
+from robopolicy.core.exchange import Part, add_gradients, of_leader, part_of
 from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservation, Trainable
 from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.row_draws import RowDraws
@@ -272,10 +272,12 @@ class Learner:
         require_finite("the log-probability", torch.where(scored_batch.mask, scored_batch.logp, 0.0), where)
         stats = self._diagnose(scored_batch)
         # Measured before the step, so it is of all steps so far; beyond twice the target the last one is undone too.
-        if config.target_kl is not None and float(stats["kl"]) > config.target_kl:
-            if float(stats["kl"]) > 2 * config.target_kl:
-                self._take_back()
-            return stats, True
+        if config.target_kl is not None:
+            stats["kl"] = of_leader(stats["kl"])
+            if float(stats["kl"]) > config.target_kl:
+                if float(stats["kl"]) > 2 * config.target_kl:
+                    self._take_back()
+                return stats, True
         coefficient, extra = self.algorithm.coefficient(scored_batch)
         coefficient = coefficient * self._scale("rl")
         weight = self.algorithm.weight(scored_batch.mask, batch)

@@ -282,14 +282,18 @@ def print_model(policy: Trainable, section: RegressionConfig, lesson: Regressor 
     output.print(message, soft_wrap=True, highlight=False)
 
 
-def say_replicas(rows: int, batch: str, unit: str) -> None:
-    """Print how data-parallel processes divide a `batch` of `rows` (0: not fixed); nothing with one process."""
+def say_replicas(rows: int, batch: str, unit: str, noise: bool = False) -> None:
+    """Print how data-parallel processes divide a `batch` of `rows` (0: not fixed); nothing with one process.
+
+    noise: whether each process draws the noise of the loss for its own rows.
+    """
     if replicas.count() == 1:
         return
     each = f" {-(-rows // replicas.count())} of {rows} {unit} each," if rows else ""
+    equal = "up to rounding" if not noise else "up to the noise of the loss, which each draws for its rows"
     output.print(
         f"Data-parallel training in {replicas.count()} processes: they divide every {batch},{each} so its size and the "
-        "results are those of one process, up to rounding.",
+        f"results are those of one process, {equal}.",
         soft_wrap=True,
         highlight=False,
     )

@@ -26,6 +26,7 @@ from robopolicy.core.episodes import Episodes, require_recorded, select_episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import prefix_errors, remember_origin, remember_renaming
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
+from robopolicy.core.regression import DividesBatches
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec, require_fit
 from robopolicy.core.storage import recover_folder
@@ -41,7 +42,7 @@ from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow, images_imagined
 from robopolicy.runs import default_path, input_path, output, print_table
 from robopolicy.training.fit import fit_stages
-from robopolicy.verbs.job import Job
+from robopolicy.verbs.job import Job, say_replicas
 from robopolicy.verbs.verb import Verb
 from worldmodels.checkpoint import save_world_model
 from worldmodels.protocol import LearnedModel
@@ -83,6 +84,7 @@ def run(config: Config) -> int:
     remember_origin(model, origin)
     remember_renaming(model, section.rename)
     world.close()
+    say_replicas(0, "batch", "", noise=not isinstance(model, DividesBatches))
     clock = folder.clock()
     fit_results = fit_stages(model, training, section.fit, generators, folder)
     if job.is_over:

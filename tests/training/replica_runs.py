@@ -1,7 +1,7 @@
-"""Fine-tuning in several processes, started by torchrun: `replica_runs.py FOLDER JOB`.
+"""Jobs of one process and of several (`forked_ranks.py`), and command lines in which process 1 suffers a fault.
 
 Each process writes what it has seen to FOLDER/COUNT-RANK.pt: the first gradients, the final weights, the KL stops.
-`replica_runs.py command FAULT CALL VERB ...` runs a command line, in which process 1 suffers a fault.
+`replica_runs.py FAULT CALL VERB ...`, started by torchrun, runs a command line.
 """
 
 import os
@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from seeing_toys import STATE, SeeingWorld, denoising_policy, token_policy
@@ -34,7 +35,7 @@ from sims.registry import load_task, make_world
 BY_MATCHING = {"ac_flow", "afd", "fpo"}
 NEED_TEACHER = {"distillation", "afd"}
 CONFIG = FinetuneConfig(
-    iterations=2,
+    iterations=1,
     rollout_length=4,
     groups=4,
     group_size=3,
@@ -62,24 +63,20 @@ JOBS = {
     **{f"with {name}": {"algorithm": "grpo", "auxiliaries": (name,), **more} for name, more in AUXILIARIES.items()},
     "episodes": {"algorithm": "gspo", "minibatch_episodes": 5},
     "random steps": {"scored_steps": 1},
-    "average": {"proximal_policy": "average"},
+    "average": {"proximal_policy": "average", "iterations": 2},
     "micro-batches": {"micro_batch": 4},
     "few rows": {"minibatch": 3},
-    "finished": {"algorithm": "truncated_ppo"},
+    "finished": {"algorithm": "truncated_ppo", "rollout_length": 12},
+    "two iterations": {"algorithm": "grpo", "iterations": 2},
     "KL stop": {"target_kl": 1e-4, "epochs": 4, "learning_rate": 1e-3},
-    "staleness": {"staleness": 1},
+    "staleness": {"staleness": 1, "iterations": 3},
     "images": {},
     "packed images": {"packed_images": True},
     "tokens": {"algorithm": "ppo", "auxiliaries": ("entropy",)},
 }
+JOBS["another KL in process 1"] = JOBS["KL stop"]
 JOBS["a loss that compares rows"] = {"algorithm": "grpo", "auxiliaries": ("replica_runs:shuffled",)}
-REFUSED = {
-    "a loss that compares rows": "randperm",
-    "rssm": "cannot divide",
-    "pixel diffusion": "cannot divide",
-    "video": "cannot divide",
-    "latent ensemble": "cannot divide",
-}
+REFUSED = {"a loss that compares rows": "randperm", "parts of different sizes": "different numbers of rows"}
 """Jobs that several processes refuse, with a word of the error."""
 REGRESSIONS = {
     "fit a diffusion policy": ({}, 0),
@@ -87,10 +84,14 @@ REGRESSIONS = {
     "fit in micro-batches": ({}, 10),
     "fit tokens": ({}, 0),
     "distil": ({}, 0),
+    "parts of different sizes": ({}, 0),
 }
 """Behaviour cloning and distillation: settings of the policy, and the micro-batch."""
 MODELS = ("ensemble", "rssm", "pixel diffusion", "video", "latent ensemble")
 """Kinds of world models, as in tests/worldmodels/test_conformance.py."""
+WITH_NOISE = {"rssm": 0, "pixel diffusion": 0, "video": 0, "latent ensemble": 1}
+"""Models whose processes draw the noise of their losses for their own rows, with the number of stages that draw none.
+"""
 SEEING = {"images": denoising_policy, "packed images": denoising_policy, "tokens": token_policy}
 """Jobs of policies with cameras."""
 
@@ -142,6 +143,9 @@ def run(job: str) -> dict:
         return clip(parameters, limit, where)
 
     update.clip_gradients = seen
+    divergence = update.approximate_kl
+    if job == "another KL in process 1" and replicas.rank() == 1:
+        update.approximate_kl = lambda *arguments: 0.0 * divergence(*arguments)
     stats: list[float] = []
     first = update.Learner.update
 
@@ -155,7 +159,7 @@ def run(job: str) -> dict:
         config = replace(CONFIG, branch_at=(1,) if name == "branch_grpo" else (), **changes)
         finetune(policy, critic, world, config, seed=0, guidance=Guidance(teacher, experts=experts))
     finally:
-        update.clip_gradients, update.Learner.update = clip, first
+        update.clip_gradients, update.Learner.update, update.approximate_kl = clip, first, divergence
     weights = torch.cat([each.detach().flatten() for each in policy.parameters()])
     return {
         **{f"gradient {size}": value for size, value in gradients.items()},
@@ -169,7 +173,8 @@ def regression(job: str) -> dict:
     torch.manual_seed(0)
     generators = Generators(0)
     if job in MODELS:
-        from test_conformance import KINDS  # in a folder that pytest may not have on its path
+        # In a folder that pytest may not have on its path.
+        from test_conformance import KINDS  # pyright: ignore[reportMissingImports]
 
         kind, config, where = KINDS[job]
         config = replace(config, batch_size=10)
@@ -179,11 +184,14 @@ def regression(job: str) -> dict:
             name: (part, part.batches(data, generators[f"{name} data"])) for name, (part, _) in model.stages().items()
         }
     else:
-        world = make_world("reach_planar", 8)
+        world: Any = make_world("reach_planar", 8)
         data = record(world, load_task("reach_planar").expert(), range(8), generator=torch.Generator())
-        policy = token_policy(world) if "tokens" in job else small_policy(world, **REGRESSIONS[job][0])
+        policy: Any = token_policy(world) if "tokens" in job else small_policy(world, **REGRESSIONS[job][0])
         part = Distillation(policy, DistillConfig()) if "distil" in job else policy
-        stages = {"policy": (part, regression_batches(policy, data, 33, generators["data"]))}
+        batches = regression_batches(policy, data, 33, generators["data"])
+        if job == "parts of different sizes":
+            batches = ({"one": each, "other": each["actions"][:2]} for each in batches)
+        stages = {"policy": (part, batches)}
     gradients: list[torch.Tensor] = []
     clip = fit.clip_gradients
 
@@ -207,8 +215,10 @@ def regression(job: str) -> dict:
     }
 
 
-def command(fault: str, call: int, arguments: list[str]) -> None:
-    """Run a command line; process 1 suffers a fault at this call of the policy's log-probability or loss."""
+def command(fault: str, call: int, arguments: list[str]) -> int:
+    """Run a command line; process 1 suffers a fault at this call of the policy's log-probability or loss. Return the
+    exit status.
+    """
     calls: list[int] = []
     scores_of, log = update.scores_of, DenoisingPolicy.loss
 
@@ -232,14 +242,14 @@ def command(fault: str, call: int, arguments: list[str]) -> None:
         return {name: suffer(value) for name, value in log(self, batch, generator).items()}
 
     update.scores_of, DenoisingPolicy.loss = scores, loss
-    sys.exit(cli.main(arguments))
+    return cli.main(arguments)
 
 
-def main(folder: Path, *jobs: str) -> None:
-    torch.set_num_threads(1)
+def main(folder: Path) -> None:
+    """Compute all jobs."""
     replicas.join()
     results, errors = {}, {}
-    for job in jobs or (*JOBS, *REGRESSIONS, *MODELS):
+    for job in (*JOBS, *REGRESSIONS, *MODELS):
         try:
             results[job] = run(job) if job in JOBS else regression(job)
         except Exception as error:
@@ -249,6 +259,4 @@ def main(folder: Path, *jobs: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "command":
-        command(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    sys.exit(command(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.progress import progress
+from robopolicy.core.regression import DividesBatches
 from robopolicy.core.returns import PROGRESS, SUCCESS, progress_reward, success_bonus
 from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, WorldSpec
@@ -387,6 +388,18 @@ class PartStage(nn.Module):
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the loss terms, each [N]."""
         return self._losses(batch, generator)
+
+
+class DividedStage(PartStage):
+    """Stage of a part that divides batches among data-parallel processes itself; see `DividesBatches`."""
+
+    def rows(self, batch: Any) -> int:
+        """Return the number of rows of a batch."""
+        return cast(DividesBatches, self.part).rows(batch)
+
+    def divided(self, batch: Any, own: slice) -> Any:
+        """Return the rows `own` of a batch."""
+        return cast(DividesBatches, self.part).divided(batch, own)
 
 
 keep_former_names(__name__, {"choose": "choose_rows"})

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.exchange import rows_of_all
 from robopolicy.nn import edm
 from worldmodels.configuration import ACTION_DROPOUT, VideoConfig
 from worldmodels.video.networks import VideoTransformer
@@ -182,7 +183,8 @@ class DynamicsStage(nn.Module):
         """
         # Rows at other noise levels saw the truth through the noise: their predictions are better than imagined ones.
         places = subsequence.places[:, -predicted.shape[1] :]
-        for row in first.nonzero()[:, 0].tolist():
-            valid = subsequence.valid[row]
-            self.cache[places[row, valid].to(self.cache.device)] = predicted[row, valid].to(self.cache)
+        # Those of all data-parallel processes, so that their caches stay equal.
+        chosen = (rows_of_all(each[first]) for each in (places, subsequence.valid, predicted))
+        for place, valid, frames in zip(*chosen, strict=True):
+            self.cache[place[valid].to(self.cache.device)] = frames[valid].to(self.cache)
         self.updates += 1
