@@ -38,33 +38,48 @@ def _exchanging() -> Generator[None]:
         raise replicas.lost() from error
 
 
-def broadcast[T](make: Callable[[], T]) -> T:
-    """Return the leader's `make()` in every process; only the leader calls it.
+def broadcast[T](make: Callable[[], T], source: int = 0) -> T:
+    """Return `make()` of process `source`, the leader, in every process; only that process calls it.
 
     The value consists of nested mappings, tensors (received on the CPU) and JSON values.
     """
     if replicas.count() == 1:
         return make()
-    if not replicas.leads():
-        described = json.loads(_bytes_of(None))
-        return join_tree(described, load(_bytes_of(None)), "the broadcast tensors", "the broadcast tree")["value"]
+    if replicas.rank() != source:
+        described = json.loads(_bytes_of(None, source))
+        tensors = load(_bytes_of(None, source))
+        return join_tree(described, tensors, "the broadcast tensors", "the broadcast tree")["value"]
     value, tensors = make(), dict[str, Tensor]()
     skeleton = json.dumps(split_tree({"value": value}, "", tensors)).encode()
     for data in (skeleton, save(tensors)):
-        _bytes_of(data)
+        _bytes_of(data, source)
     return value
 
 
-def _bytes_of(data: bytes | None) -> bytes:
-    """Broadcast the leader's bytes."""
+def _bytes_of(data: bytes | None, source: int) -> bytes:
+    """Broadcast the bytes of process `source`."""
     with _exchanging():
         size = torch.tensor([len(data or b"")])
-        distributed.broadcast(size, 0)
+        distributed.broadcast(size, source)
         buffer = torch.empty(int(size), dtype=torch.uint8)
         if data is not None:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        distributed.broadcast(buffer, 0)
+        distributed.broadcast(_counted(buffer), source)
     return b"" if data is not None else cast(Any, buffer).numpy().tobytes()
+
+
+_total = [0]
+
+
+def _counted(value: Tensor) -> Tensor:
+    """Add the bytes of a tensor [...] that is exchanged to `bytes_exchanged`."""
+    _total[0] += value.nbytes
+    return value
+
+
+def bytes_exchanged() -> int:
+    """Return the bytes of all tensors that this process has so far sent to the others, or received from them."""
+    return _total[0]
 
 
 @dataclass(frozen=True)
@@ -111,7 +126,7 @@ class Part:
         padded[: len(own)] = own.detach()
         parts = [torch.empty_like(padded) for _ in range(replicas.count())]
         with _exchanging():
-            distributed.all_gather(parts, padded)
+            distributed.all_gather(parts, _counted(padded))
         return torch.stack(parts, 1).flatten(0, 1)[: self.rows]
 
     def drawing(self) -> RowDraws | nullcontext[None]:
@@ -213,7 +228,7 @@ def rows_of_all(own: Tensor) -> Tensor:
         padded = own.new_zeros((largest, *own.shape[1:]))
         padded[: len(own)] = own.detach()
         parts = [torch.empty_like(padded) for _ in sizes]
-        distributed.all_gather(parts, padded)
+        distributed.all_gather(parts, _counted(padded))
     return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
 
 
@@ -236,7 +251,7 @@ def add_gradients(parameters: Sequence[nn.Parameter], terms: Iterable[Tensor] = 
     ends = [each.reshape(1).to(device, kind) for each in scalars]
     flat = torch.cat([*pieces, present, *ends])
     with _exchanging():
-        distributed.all_reduce(flat)
+        distributed.all_reduce(_counted(flat))
     place = 0
     with torch.no_grad():
         for index, parameter in enumerate(parameters):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core import replicas
-from robopolicy.core.exchange import broadcast, require_equal
+from robopolicy.core.exchange import broadcast, bytes_exchanged, require_equal
 from robopolicy.core.former_names import accept_former_arguments
 from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, RecordsMeans, ScoredPolicy, Scores, Trainable
@@ -258,7 +258,7 @@ class _Finetuning:
             self.run_folder.log({"iteration": 0, "env_steps": 0, **figures})
 
     def _iterate(self) -> dict[str, float]:
-        start = time.perf_counter()
+        start, bytes_before = time.perf_counter(), bytes_exchanged()
         # evaluations are fp32, as whoever plays the checkpoint is
         with training_precision(self.config.precision), in_micro_batches(self.config.micro_batch):
             if self.turns is not None and not self.config.staleness:  # batches in the background set it themselves
@@ -295,6 +295,8 @@ class _Finetuning:
             )
         if isinstance(self.collector, Reports):
             metrics |= self.collector.report(self.iteration)
+        if replicas.count() > 1:
+            metrics["bytes_exchanged"] = float(bytes_exchanged() - bytes_before)
         # Only fresh decisions count: replayed ones cost no step in the world.
         self.env_steps += int(collected_rollouts.duration[collected_rollouts.played].sum())
         self.iteration += 1

@@ -10,6 +10,7 @@ they have to notice it themselves.
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -115,6 +116,7 @@ def _forked(rank: int, order: Any, port: int) -> int:
     status = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, stream in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{order['folder']}/{rank}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from forked_ranks import Ranks, Result, environment
 from replica_runs import JOBS, MODELS, REFUSED, REGRESSIONS, WITH_NOISE
+from tiny_runs import TINY as MADE
 
 from robopolicy.core.tensors import load_tree
 from robopolicy.rl.presets import PRESETS
@@ -103,6 +104,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {**files, "metrics": json.dumps(metrics).encode()}
 
 
+@pytest.fixture(scope="module")
+def root(ranks: Ranks, tmp_path_factory) -> Path:
+    """A folder of runs in which collect and train of reach_planar are done."""
+    root = tmp_path_factory.mktemp("runs")
+    for verb in ("collect", "train"):
+        result = ranks.run(root / "text", (verb, *MADE, f"run.root={root}"), count=1)
+        assert result.codes == [0], result.stderr
+    return root
+
+
 @pytest.fixture
 def data(root: Path) -> tuple[str, ...]:
     """Settings of a run with the data of `root`."""
@@ -182,6 +193,23 @@ def test_ctrl_c_ends_torchrun(root, data):
     _, errors = process.communicate(timeout=60)
     assert errors.count(INTERRUPTED) == 1
     assert process.returncode != 0
+
+
+@pytest.mark.slow
+def test_accelerate_launches_the_same(ranks, root, data, tmp_path):
+    pytest.importorskip("accelerate")
+    command = ("finetune", *TINY, *data, "finetune.iterations=2")
+    forked = ranks.run(tmp_path, (*command, "run.name=forked"))
+    assert forked.codes == [0, 0], forked.stderr
+    accelerate = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
+    words = [sys.executable, "-m", *accelerate.split(), "--dynamo_backend", "no", "-m", "robopolicy", *command]
+    launched = subprocess.run(
+        [*words, "run.name=launched"], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert launched.returncode == 0, launched.stderr
+    assert "Data-parallel training in 2 processes" in launched.stdout
+    results = [contents(root / "finetune" / name / "0") for name in ("forked", "launched")]
+    assert results[0] == results[1]
 
 
 def test_verbs_of_one_process_are_refused_in_several(ranks, root, tmp_path):

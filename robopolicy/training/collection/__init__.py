@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from robopolicy.core import replicas
 from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Trainable
 from robopolicy.core.world import World
@@ -66,7 +67,10 @@ def make_collector(
     def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
         acts = None if acting is None else acting(actor)
         if section.shards > 1:
-            shards = Shards(ShardPlayer(world, actor, section, acts, turns), policy, seed, workers, images=images)
+            player = ShardPlayer(world, actor, section, acts, turns)
+            # In the background, or with other weights, the leader plays them all.
+            is_divided = actor is policy and workers is None and replicas.count() > 1
+            shards = Shards(player, policy, seed, workers, images=images, is_divided=is_divided)
             if algorithm.needs & WHOLE:
                 return ShardedEpisodes(shards, algorithm, section, demonstrations)
             return ShardedStreams(shards, section.rollout_length)

@@ -12,12 +12,15 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from robopolicy.core import replicas
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.exchange import broadcast
 from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.pools import Pool
@@ -167,7 +170,8 @@ class Shards:
 
     player: plays in this process, with the weights that act; learner: the policy that is trained, whose learned weights
     are sent; workers: None to play all shards in this process, one after the other; seed: root of all random numbers;
-    images: storage mode of camera images.
+    images: storage mode of camera images; is_divided: whether the processes of a data-parallel run each play a part of
+    the shards, all at the same time. Each then has the states of its own shards of streams, and of all of episodes.
     """
 
     def __init__(
@@ -178,8 +182,9 @@ class Shards:
         workers: ShardWorkers | None = None,
         *,
         images: Keeping = "plain",
+        is_divided: bool = False,
     ):
-        self.player, self.workers = player, workers
+        self.player, self.workers, self.is_divided = player, workers, is_divided
         self.seed = seed
         self.images: Keeping = images
         self.count = player.config.shards
@@ -214,6 +219,9 @@ class Shards:
 
     def _played(self, items: Sequence[Item], report: Counter[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
         workers = self.workers
+        if workers is None and self.is_divided:
+            yield from self._played_by_all(items)
+            return
         if workers is None:
             yield from ((shard, self.player.play(item)) for shard, item in enumerate(items))
             return
@@ -225,6 +233,18 @@ class Shards:
         for shard, reply in workers.pool.map(workers.function, [{**shared, "item": item} for item in plain]):
             report["bytes_received"] += bytes_of(reply)
             yield shard, reply
+
+    def _played_by_all(self, items: Sequence[Item]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Play every R-th shard in each of R processes of a data-parallel run; yield those of all."""
+        own = {
+            shard: self.player.play(item)
+            for shard, item in enumerate(items)
+            if shard % replicas.count() == replicas.rank()
+        }
+        for source in range(replicas.count()):
+            replies = broadcast(partial(_sent, own, items), source)
+            for shard in range(source, len(items), replicas.count()):
+                yield shard, own[shard] if shard in own else {"state": {}, **replies[str(shard)]}
 
     def _warn(self) -> None:
         if self._has_warned:
@@ -247,6 +267,15 @@ class Shards:
     def report(self, number: int) -> dict[str, float]:
         """Return and forget the metrics of a batch: bytes sent and received, and shards that started again."""
         return {name: float(value) for name, value in self.reports.pop(number, Counter[str]()).items()}
+
+
+def _sent(replies: Mapping[int, Mapping[str, Any]], items: Sequence[Item]) -> dict[str, Any]:
+    """Return the replies of own shards as others need them: without the states of streams, which stay here."""
+    return {
+        str(shard): {name: to_tensors(value) for name, value in reply.items() if name != "state" or "requests" in item}
+        for shard, reply in replies.items()
+        for item in (items[shard],)
+    }
 
 
 class ShardedStreams:

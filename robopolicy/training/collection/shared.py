@@ -1,4 +1,6 @@
-"""Collection in a data-parallel run: the leader plays, and all processes receive its rollouts."""
+"""Collection in a data-parallel run: the leader plays, and all processes receive its rollouts, unless they divide the
+shards.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +10,17 @@ from robopolicy.core.exchange import broadcast
 from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.training.collection.protocol import Collector, Reports
+from robopolicy.training.collection.shards import ShardedEpisodes, ShardedStreams
 
 
 def shared_by_replicas(collector: Collector, generators: Generators) -> Collector:
-    """Return a collector whose rollouts are the leader's in every process; `collector` itself with one process.
+    """Return a collector whose rollouts are the leader's in every process; `collector` itself with one process, or if
+    the processes divide its shards.
 
     generators: of the run; after collecting, those of all processes continue where the leader's are.
     """
-    return collector if replicas.count() == 1 else SharedCollector(collector, generators)
+    is_divided = isinstance(collector, ShardedStreams | ShardedEpisodes) and collector.shards.is_divided
+    return collector if replicas.count() == 1 or is_divided else SharedCollector(collector, generators)
 
 
 class SharedCollector:
