@@ -184,7 +184,8 @@ class Shards:
         images: Keeping = "plain",
         is_divided: bool = False,
     ):
-        self.player, self.workers, self.is_divided = player, workers, is_divided
+        self.player, self.workers = player, workers
+        self.is_divided = is_divided
         self.seed = seed
         self.images: Keeping = images
         self.count = player.config.shards
