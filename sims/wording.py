@@ -25,8 +25,10 @@ INSTRUCTIONS, PHRASINGS = (TRAINING, HELD_OUT, ALL), (PLAIN, PARAPHRASED, ALL)
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """Texts of a world: texts [T]; goals: [T] index of the task's instruction that each means; plain: the task's
-    instructions [G].
+    """Texts of a world's instructions.
+
+    texts: [T]; goals: for each text, the index of the task's instruction with the same meaning, [T]; plain: the task's
+    own instructions [G].
     """
 
     texts: tuple[str, ...]

@@ -182,9 +182,9 @@ def test_other_verbs(run, words, texts):
         (["convert", "demo.zarr", "out"], "convert"),
         (["check", "demo.hdf5"], "convert"),
         (["evaluate", "checkpoint", "workers.pool=ray"], "ray"),
-        (["train", *TINY, "run.tracker=tensorboard"], "track"),
-        (["train", *TINY, "run.tracker=wandb"], "track"),
-        (["train", *TINY, "run.tracker=trackio"], "track"),
+        (["train", *TINY, "run.name=tracked", "run.tracker=tensorboard"], "track"),
+        (["train", *TINY, "run.name=tracked", "run.tracker=wandb"], "track"),
+        (["train", *TINY, "run.name=tracked", "run.tracker=trackio"], "track"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )

@@ -1,1 +1,1 @@
-"""Claims that are checked: each file holds one, its settings, its measurement and its tables (README.md)."""
+"""Benchmarks: each file has the settings, the measurement and the tables of one claim (README.md)."""

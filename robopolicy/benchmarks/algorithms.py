@@ -72,9 +72,10 @@ METHODS: dict[str, Variant] = {
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"tasks": {task: {method: figures}}, "iteration": {task: {method: seconds}}}, after doing what is missing.
+    """Return {"tasks": {task: {method: results}}, "iteration": {task: {method: seconds}}}, running what is missing.
 
-    The second part, BranchGRPO beside GRPO at equal leaves, is measured where both are and bench.rounds is not 0.
+    "iteration" compares the time of BranchGRPO and GRPO with the same number of leaves, where both are measured and
+    bench.rounds is not 0.
     """
     names = chosen_from(config, METHODS)
     tasks = {task: {name: measure(config, root, task, name) for name in names} for task in config.bench.tasks}
@@ -84,10 +85,11 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def measure(config: Config, root: Path, task: str, name: str) -> dict[str, Any]:
-    """Return a method's figures on a task, over all seeds and for each; runs that have ended are not run again.
+    """Return the results of a method on a task, pooled and per seed; finished runs are not repeated.
 
-    base, tuned, stochastic: success over all seeds' episodes, of base and tuned policy without exploration noise and of
-    the tuned one with it; each: of every seed, base and tuned; curves: seed -> [(environment steps, success)].
+    base, tuned, stochastic: success over the episodes of all seeds: base and fine-tuned policy without exploration
+    noise, and the fine-tuned policy with noise; each: per seed, base and tuned; curves: seed -> [(environment steps,
+    success)].
     """
     label = name.replace(" ", "_")
     runs = [run_variant(config, root, task, label, METHODS[name], seed) for seed in config.bench.seeds]
@@ -122,10 +124,11 @@ EQUAL_LEAVES = {
 
 
 def time_per_iteration(config: Config, root: Path, task: str, rounds: int = 5) -> dict[str, dict[str, float]]:
-    """Return seconds of an iteration (median over the rounds) at equal leaves, the methods taking turns in one process.
+    """Return seconds per iteration (median over rounds) with the same number of leaves; methods alternate in one
+    process.
 
-    Every turn starts from the same base policy and plays one iteration to warm up and one that counts. No epoch is
-    stopped early: all learn from everything that they collected.
+    Every measurement starts from the same base policy and runs a warm-up iteration before the measured one. Early
+    stopping is off, so all methods train on all collected data.
     """
     base = root / task / "train" / "diffusion" / str(config.bench.seeds[0]) / "checkpoint"
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in EQUAL_LEAVES}
@@ -150,7 +153,7 @@ def time_per_iteration(config: Config, root: Path, task: str, rounds: int = 5) -
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return a table a task, each method beside the base that it started from, and the time of an iteration."""
+    """Return one table per task, each method next to its base policy, and the time per iteration."""
     result_tables = [table_of(task, rows) for task, rows in figures["tasks"].items()]
     for task, rows in figures.get("iteration", {}).items():
         lines = [
@@ -163,7 +166,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 def table_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return the table of a task."""
+    """Return the table of one task."""
     header = ["method", "base", "fine-tuned", "each seed, fine-tuned", "with noise", "steps / 1e3", "minutes"]
     lines = []
     for name, row in rows.items():

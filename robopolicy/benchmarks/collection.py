@@ -1,8 +1,8 @@
-"""Groups in flight beyond those that an iteration waits for (APRIL): how much faster, and does it learn as well?
+"""Overprovisioned collection (APRIL): more groups in flight than an iteration needs. Measures speed and final success.
 
-Speed is that of a policy which mostly succeeds, whose episodes end early except for a few that run to their time limit:
-what an iteration waits for. The ways of collecting take turns in one process. Learning is GRPO with a decoupled ratio
-from the same base policies, with as many episodes.
+Speed is measured with a policy that mostly succeeds: most episodes end early, and a few that run to the time limit
+determine the duration of an iteration. The collection methods alternate in one process. Training uses GRPO with a
+decoupled ratio from the same base policies, with the same number of episodes.
 """
 
 import time
@@ -42,7 +42,9 @@ which answers for every row, whether or not its episode has ended.
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"speed": {task: {policy: {way: figures}}}, "learning": {task: {way: runs}}}, doing what is missing."""
+    """Return {"speed": {task: {policy: {method: results}}}, "learning": {task: {method: runs}}}, running what is
+    missing.
+    """
     policies = chosen_from(config, POLICIES)
     speed, learning = {}, {}
     for task in config.bench.tasks:
@@ -52,9 +54,11 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def speed_of(config: Config, root: Path, task: str, name: str) -> dict[str, dict[str, Any]]:
-    """Return, for every way of collecting, episodes a second (median over rounds) and what was collected.
+    """Return episodes per second (median over rounds) and statistics of the collected episodes for every collection
+    method.
 
-    success: of all episodes; staleness: mean age of decisions, in iterations; held: most groups that were left over.
+    success: of all episodes; staleness: mean age of action chunks, in iterations; held: maximum number of groups left
+    over.
     """
     run_variant(config, root, task, f"good_{name}", POLICIES[name], config.bench.seeds[0])
     checkpoint = root / task / "finetune" / f"good_{name}" / str(config.bench.seeds[0]) / "checkpoint"
@@ -78,7 +82,7 @@ def speed_of(config: Config, root: Path, task: str, name: str) -> dict[str, dict
 
 
 def timed(collector: EpisodeCollector, turn: int) -> dict[str, float]:
-    """Collect once; return seconds, and what came of it."""
+    """Collect once; return the seconds and the collected rollouts."""
     start = time.perf_counter()
     rollouts = collector.collect(turn)
     seconds = time.perf_counter() - start
@@ -102,7 +106,7 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def learned(config: Config, root: Path, task: str, way: str) -> list[dict[str, Any]]:
-    """Return, seed by seed, success of base and fine-tuned policy, and the episodes that were played."""
+    """Return, for each seed, the success of base and fine-tuned policy, and the number of episodes."""
     rows = []
     for seed in config.bench.seeds:
         pretrained(config, root, task, "diffusion", seed)
@@ -115,7 +119,7 @@ def learned(config: Config, root: Path, task: str, way: str) -> list[dict[str, A
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return a table of speed and one of learning a task."""
+    """Return a table of speed, and a table of training results per task."""
     result_tables = []
     for task, policies in figures["speed"].items():
         lines = []

@@ -1,11 +1,11 @@
-"""COPlanner: is a cautious plan truer in imagination, and does a curious one improve the model more?
+"""COPlanner: does penalising uncertainty make imagined plans more accurate, and does rewarding it improve the model?
 
-A model learns from a few nearly clean demonstrations, so it is wrong where they never went. Cautious, on push_cube:
-rollouts inside the model choose among candidates by reward minus uncertainty; what is asked is how far they are from
-what the simulator does under the same actions. Curious, on reach_planar: real episodes choose by reward plus
-uncertainty, and after each round the model learns from all so far; asked is how well it then follows what happens
-wherever anybody goes, in play and in further episodes of every actor. All explore for as many control steps. The policy
-alone, and planning without uncertainty, are beside both. Source: Wang et al. 2023, arXiv:2310.07220.
+The model is trained on a few nearly clean demonstrations, so it is inaccurate elsewhere. Penalty, on push_cube:
+rollouts inside the model select among candidates by reward minus uncertainty; measured is their error against the
+simulator under the same actions. Bonus, on reach_planar: real episodes select by reward plus uncertainty, and the model
+is retrained on all data after each round; measured is its error on held-out actions, from play and from further
+episodes of every explorer. All explore for the same number of control steps. Baselines: the policy alone, and planning
+without uncertainty. Source: Wang et al. 2023, arXiv:2310.07220.
 """
 
 from collections.abc import Mapping
@@ -49,8 +49,8 @@ DEMONSTRATED = 0.1
 class Study:
     """One question on one task.
 
-    demonstrations: recorded episodes; uncertainty: weight that SIGNS are shares of; candidates: of a plan; exploration:
-    standard deviation of the policy's noise, in normalised actions, by which candidates differ.
+    demonstrations: recorded episodes; uncertainty: weight, multiplied by the factors in SIGNS; candidates: of a plan;
+    exploration: standard deviation of the policy's noise, in normalised actions, by which candidates differ.
     """
 
     task: str
@@ -62,11 +62,12 @@ class Study:
 
 @dataclass(frozen=True)
 class Scale:
-    """cautious: where imagined rollouts are compared with the truth; imagined: rollouts of `steps`.
+    """Sizes of the measurement.
 
-    curious: where `rounds` of `explored` control steps each follow the demonstrations; held_out: episodes of play and
-    of every explorer; play: noise of the expert who plays. horizon: of all plans; fit, clone: training steps of models
-    and policies.
+    cautious: settings of the comparison of imagined rollouts with the simulator; imagined: number of rollouts of
+    `steps`. curious: settings of exploration: `rounds` of `explored` control steps each after the demonstrations;
+    held_out: episodes of play and of every explorer; play: noise of the expert in play. horizon: of all plans; fit,
+    clone: training steps of models and policies.
     """
 
     cautious: Study = Study(TASK, 60, 4.0, 8, 0.4)
@@ -83,7 +84,7 @@ class Scale:
 
 
 def measure(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
-    """Return, by actor, the error of its imagined rollouts and what its exploration is worth to the model."""
+    """Return, for each actor, the error of its imagined rollouts and the gain of the model from its exploration."""
     results = value_of_exploring(seed, scale)
     for name, error in imagined_errors(seed, scale).items():
         results.setdefault(name, {})["imagined_error"] = error
@@ -91,7 +92,9 @@ def measure(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
 
 
 def imagined_errors(seed: int, scale: Scale) -> dict[str, float]:
-    """Return, by actor, how far imagined rollouts on push_cube are from the simulator's, in standard deviations."""
+    """Return, for each actor, the error of imagined rollouts on push_cube against the simulator, in standard
+    deviations.
+    """
     study = scale.cautious
     world = make_world(study.task, 64, seed=seed)
     demonstrations, policy = demonstrations_and_policy(world, study, scale, seed)
@@ -102,8 +105,8 @@ def imagined_errors(seed: int, scale: Scale) -> dict[str, float]:
 
 
 def value_of_exploring(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
-    """Return, by explorer (and "before"), {"model_error", "explored_success"} on reach_planar: the error of following
-    held-out actions with the model that has learned from its exploration, and the success of exploring.
+    """Return, for each explorer (and "before"), {"model_error", "explored_success"} on reach_planar: the model's error
+    on held-out actions after training on the exploration data, and the success rate while exploring.
     """
     study, held_out = scale.curious, episode_seeds(seed, "held out", scale.held_out)
     world = make_world(study.task, 64, seed=seed)
@@ -133,7 +136,7 @@ def value_of_exploring(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
 def actor_of(
     name: str, policy: DenoisingPolicy, model: EnsembleModel, study: Study, scale: Scale
 ) -> DenoisingPolicy | PlannedPolicy:
-    """Return the policy alone, or looking ahead with the weight of uncertainty that `SIGNS` names."""
+    """Return the policy alone, or a planner with the weight of uncertainty that `SIGNS` defines."""
     sign = SIGNS[name]
     if sign is None:
         return policy
@@ -171,7 +174,7 @@ def demonstrations_and_policy(world: World, study: Study, scale: Scale, seed: in
 
 
 def explore(world: World, actor: Policy, steps: int, seed: int) -> Episodes:
-    """Return whole episodes of an actor, eight at a time, with at least this many control steps."""
+    """Return complete episodes of an actor, eight at a time, with at least this many control steps."""
     generator = Generators(seed)["act"]
     return record_until(
         steps, lambda turn: record(world, actor, episode_seeds(seed, str(turn), 8), generator=generator)
@@ -206,7 +209,7 @@ def imagined_error(model: EnsembleModel, actor: Policy, shown: Episodes, scale: 
 
 
 def following_error(model: EnsembleModel, episodes: Episodes, horizon: int = 10) -> float:
-    """Return the error of following held-out actions for `horizon` steps, mean over the observation's keys."""
+    """Return the error of predictions for held-out actions over `horizon` steps, mean over the observation's keys."""
     figures = open_loop(model, episodes, torch.Generator().manual_seed(0), 512, (horizon,))[str(horizon)]
     return sum(each["model"] for each in figures.values()) / len(figures)
 

@@ -1,11 +1,10 @@
-"""Success against the time that a decision takes, for every way of living with it.
+"""Success against inference latency for every chunking method.
 
-Flows that predict twice as far as they execute, and for `trained_rtc` the same taught to go on from given steps. Where
-the scripted expert is hard to imitate they learn from what fine-tuning made of the recipe's policy. What a decision
-costs is simulated (`evaluate.latency_steps`), so a delay is the same on every machine; all ways start in the same
-states. In `push_cube_moving` the goal moves on while the robot thinks. Beside them: policies like the recipe's that
-learn from the same recordings, read as if every decision had been made so long before (`world.options.latency_steps`),
-and what fine-tuning makes of them where decisions take so long; for each delay anew.
+Flow policies predict twice as many steps as they execute; for `trained_rtc` the same policies are also trained to
+continue given steps. Where the scripted expert is hard to imitate, they are trained on episodes of a fine-tuned policy.
+Latency is simulated (`evaluate.latency_steps`), so results do not depend on the machine; all methods use the same
+initial states. In `push_cube_moving` the goal moves during inference. Also measured: policies trained with latency on
+the same recordings (`world.options.latency_steps`), before and after fine-tuning with that latency.
 """
 
 from collections.abc import Mapping
@@ -50,8 +49,10 @@ DECAY = 0.5
 
 @dataclass(frozen=True)
 class Course:
-    """How a task's policy comes about. chunk: steps that it executes, of twice as many; cloned: whether it learns from
-    episodes of a fine-tuned policy instead of the expert's; data: settings of the recording.
+    """Training of a task's policy.
+
+    chunk: number of executed steps, half of the predicted ones; cloned: whether the data are episodes of a fine-tuned
+    policy instead of the expert's; data: settings of the recording.
     """
 
     chunk: int
@@ -73,7 +74,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict[str, Any]:
-    """Return success and smoothness at every delay, measured once and kept in root/task/kinds."""
+    """Return success and smoothness at every delay; each is measured once and stored in root/task/kinds."""
     path = root / task / "kinds" / kind / f"{seed}.json"
     if path.exists():
         return read_json(path)
@@ -113,7 +114,7 @@ def course_of(task: str) -> Course:
 
 
 def recorded(config: Config, root: Path, task: str, seed: int) -> Path:
-    """Return the dataset that a task's policies learn from, after recording what is missing."""
+    """Return the training dataset of a task, recorded if it is missing."""
     folder, shared_settings = root / task / "collect" / "ahead" / str(seed), settings_of(config, root, task, seed)
     if not is_complete(folder):
         course = course_of(task)
@@ -126,7 +127,9 @@ def recorded(config: Config, root: Path, task: str, seed: int) -> Path:
 
 
 def trained(config: Config, root: Path, task: str, seed: int, given: bool) -> Path:
-    """Return the run folder of a task's policy, after doing what is missing; given: goes on from given steps too."""
+    """Return the run folder of a task's policy, trained if it is missing; given: train it to continue given steps as
+    well.
+    """
     name, chunk = "ahead_given" if given else "ahead", course_of(task).chunk
     size = f"policy.chunk={chunk}", f"policy.prediction_steps={2 * chunk}", "policy.finetuned_steps=null"
     settings = [*size, "policy.kind=flow", "policy.sampling_steps=5"]
@@ -135,14 +138,14 @@ def trained(config: Config, root: Path, task: str, seed: int, given: bool) -> Pa
 
 
 def decides_ahead(config: Config, root: Path, task: str, seed: int, steps: int) -> Path:
-    """Return the run folder of a policy like the recipe's that decides `steps` ahead, after doing what is missing."""
+    """Return the run folder of a policy with the recipe's settings and this latency, trained if it is missing."""
     chunk = course_of(task).chunk
     size = f"policy.chunk={chunk}", f"policy.prediction_steps={chunk}"
     return _imitated(config, root, task, seed, f"late_{steps}", [*size, _latency(steps)])
 
 
 def finetuned(config: Config, root: Path, task: str, seed: int, steps: int) -> Path:
-    """Return the run folder of what fine-tuning makes of such a policy, after doing what is missing."""
+    """Return the run folder of such a policy after fine-tuning with its latency, run if it is missing."""
     name = f"late_{steps}"
     folder = root / task / "finetune" / name / str(seed)
     if not is_complete(folder):
@@ -167,13 +170,13 @@ def _latency(steps: int) -> str:
 
 
 def at(seeds: Mapping[str, Any], delay: str) -> dict[str, float]:
-    """Return the success of all seeds together at a delay at which they were measured."""
+    """Return the success over all seeds at a delay, of those that were measured at it."""
     rows = [row[delay] for row in seeds.values()]
     return pooled([{**row, "successes": round(row["success_rate"] * row["episodes"])} for row in rows])
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return a table a task, a row a chunking."""
+    """Return one table per task with one row per chunking."""
     header = ["chunking", *SHARES, f"kept at {HALF}", "jump at borders", "elsewhere"]
     result_tables: list[Table] = []
     for task, kinds in figures["tasks"].items():

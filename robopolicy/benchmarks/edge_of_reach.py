@@ -1,13 +1,13 @@
-"""The edge of reach: even in a perfect model, short imagined rollouts make values explode; many critics prevent it.
+"""Edge of reach: values diverge with short imagined rollouts even in a perfect model; critic ensembles prevent it.
 
-Arms: `base` (soft actor-critic with two critics on truncated rollouts, the engine of MBPO), `penalty` (MOPO's price on
-the model's uncertainty, which true dynamics do not have), `patched` (the true value is paid where imagination stops; it
-must be known), `RAVL` (the smallest of ten critics, kept from agreeing) and `long` (rollouts to the episode's end).
+Arms: `base` (soft actor-critic with two critics on truncated rollouts, as in MBPO), `penalty` (MOPO's penalty on model
+uncertainty, which true dynamics do not have), `patched` (bootstraps from the true value where imagination stops; it
+must be known), `RAVL` (minimum of ten critics with a diversity loss) and `long` (rollouts to the end of the episode).
 Source: Sims et al. 2024, arXiv:2402.12527.
 
-The smallest place where the edge bites is a point in space whose dynamics are known exactly. State: where it is, in
-AXES dimensions; action: a step of at most STEP along each axis; reward: -COST times the distance from the origin before
-the step. All values are at most 0, and going home at once is best. The source has two dimensions; with eight there is
+The smallest such problem is a point in space whose dynamics are known exactly. State: its position in AXES dimensions;
+action: a step of at most STEP along each axis; reward: -COST times the distance from the origin before the step. All
+values are at most 0, and moving straight to the origin is optimal. The source has two dimensions; with eight there is
 always a direction in which critics extrapolate upwards.
 """
 
@@ -84,13 +84,15 @@ class PointModel:
 
 
 def starts(seeds: np.ndarray) -> Context:
-    """Return contexts anywhere within REACH of the origin along every axis; one for each of `seeds` [N]."""
+    """Return initial contexts within REACH of the origin along every axis, one for each of `seeds` [N]."""
     place = (2 * uniforms(np.asarray(seeds, dtype=np.int64), AXES) - 1) * REACH
     return Context({STATE: place.astype(np.float32)[:, None]})
 
 
 def best_value(state: Tensor, discount: float, steps: int = 400) -> Tensor:
-    """Return the value [N] of walking straight home from states [N, AXES] in steps of at most STEP along each axis."""
+    """Return the optimal value [N] of states [N, AXES]: moving straight to the origin in steps of at most STEP along
+    each axis.
+    """
     total, factor = torch.zeros(len(state)), 1.0
     for _ in range(steps):
         total, factor = total - factor * COST * state.norm(dim=1), factor * discount
@@ -107,12 +109,12 @@ RECORDED = 5000
 
 @dataclass(frozen=True)
 class Problem:
-    """A world whose dynamics are known exactly, with recorded transitions that imagination begins in.
+    """A world with exactly known dynamics, and recorded transitions from which imagination starts.
 
-    imagined: (truncation, penalty) -> the world for rollouts; real: the world that judges; recorded: transitions with
-    actions in [-1, 1]; agent: settings of the agent; steps: how far imagination goes; diversity: how strongly RAVL's
-    critics are kept from agreeing (too much makes them needlessly pessimistic, too little lets values explode);
-    edge_value: the true value of states, where it is known.
+    imagined: (truncation, penalty) -> the world for rollouts; real: the world for evaluation; recorded: transitions
+    with actions in [-1, 1]; agent: settings of the agent; steps: length of imagined rollouts; diversity: weight of
+    RAVL's diversity loss (too much makes critics too pessimistic, too little lets values diverge); edge_value: the true
+    value of states, if it is known.
     """
 
     imagined: Callable[[Truncation, float], World]
@@ -126,10 +128,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Arm:
-    """What an arm changes.
+    """Settings of an arm.
 
-    critics: how many, pushed apart where there are more than two; penalty: price of uncertainty; patched: the true
-    value is paid where imagination stops; whole: rollouts to the end of the episode.
+    critics: number of critics, with a diversity loss if there are more than two; penalty: weight of the penalty on
+    uncertainty; patched: bootstrap from the true value where imagination stops; whole: rollouts to the end of the
+    episode.
     """
 
     critics: int = 2
@@ -157,7 +160,7 @@ LENGTH = ImaginedValuesConfig(epochs=16, rollouts=1000, updates=250)
 
 
 def point_problem(seed: int) -> Problem:
-    """Return the problem of the point that walks home."""
+    """Return the problem of the point that moves to the origin."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "point"))
     state = torch.from_numpy(starts(episode_seeds(seed, "recorded", RECORDED)).last(STATE))
     action = 2 * torch.rand(RECORDED, AXES, generator=generator) - 1
@@ -180,9 +183,10 @@ def point_problem(seed: int) -> Problem:
 
 
 def task_problem(task: str, seed: int) -> Problem:
-    """Return the problem of a MuJoCo task whose own simulator is the model, begun in states of random play.
+    """Return the problem of a MuJoCo task whose own simulator is the model; rollouts start in states from random
+    actions.
 
-    Two imagined steps: bounded joints leave less room to extrapolate than open space, so the edge must be near.
+    They last two steps: joint limits leave less room for extrapolation than open space, so the edge must be near.
     """
     transitions, starts = random_play(MujocoWorld(load_task(task), ROWS, seed=seed), seed)
     agent = SacConfig(width=64, depth=2, learning_rate=3e-3, tau=0.1, temperature=1e-4, learn_temperature=False)
@@ -200,7 +204,7 @@ def build_problem(name: str, seed: int) -> Problem:
 
 
 def random_play(world: MujocoWorld, seed: int) -> tuple[Transitions, Starts]:
-    """Return transitions of random actions, and starts in the states they began in (the seed chooses)."""
+    """Return transitions of random actions, and a function that returns initial states among theirs, one per seed."""
     interface = Interface.of(world.spec)
     generator = torch.Generator().manual_seed(derive_seed(seed, "random play"))
 
@@ -242,9 +246,9 @@ def random_play(world: MujocoWorld, seed: int) -> tuple[Transitions, Starts]:
 
 
 def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig) -> dict[str, Any]:
-    """Return the records of one arm, and the real return and success of its noise-free agent.
+    """Return the records of one arm, and the real return and success of its agent without noise.
 
-    Raises ConfigError for an unknown arm, or one that needs true values where they are not known.
+    Raises ConfigError for an unknown arm, or one that needs true values when they are not known.
     """
     if name not in ARMS:
         raise ConfigError(f"There is no arm '{name}'.{did_you_mean(name, ARMS)} Known: {', '.join(ARMS)}.")
@@ -278,7 +282,7 @@ def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"problems": {problem: {arm: {seed: figures}}}}, after running what is missing."""
+    """Return {"problems": {problem: {arm: {seed: results}}}}, running what is missing."""
     arms_to_run = chosen_from(config, ARMS)
     results: dict[str, Any] = {}
     for problem, arms in PROBLEMS.items():
@@ -293,12 +297,12 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return a table a problem."""
+    """Return one table per problem."""
     return [table_of(problem, arms) for problem, arms in figures["problems"].items()]
 
 
 def table_of(problem: str, arms: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return the table of a problem: over seeds, how values and returns spread, and how often values are impossible."""
+    """Return the table of a problem: values and returns over seeds, and the fraction of impossible values."""
     header = [
         "arm",
         "seeds",
@@ -319,18 +323,18 @@ def table_of(problem: str, arms: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def median_of(values: Sequence[float]) -> str:
-    """Return the median with the range that it lies in."""
+    """Return the median with the range."""
     low, high = min(values), max(values)
     return f"{number(float(np.median(values)))} ({number(low)} to {number(high)})"
 
 
 def number(value: float) -> str:
-    """Return a number of any size to read: whole from a thousand on, else three digits."""
+    """Format a number of any size: no decimals from a thousand on, else three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
-    """Return the growth of learned values."""
+    """Return plots of the growth of learned values."""
     caption = "Mean value where rollouts begin, one line a seed, on a logarithmic scale."
     return [
         Section(

@@ -1,8 +1,8 @@
 """Memory and time of inference and fine-tuning for full-size SmolVLA and pi0, compared with the planned values.
 
-Their weights are random, which costs what taught ones cost; all else is LeRobot's own: classes, sizes, processors. A
-row of fine-tuning is what `robopolicy finetune` does, in a world with a camera: collecting, scoring, steps, judging.
-Memory is measured on CUDA alone, the most that torch held at once, beside what `finetune.dry_run=true` says beforehand.
+Weights are random, which does not change the cost; classes, sizes and processors are LeRobot's. A row of fine-tuning
+runs `robopolicy finetune` in a world with a camera: collection, log-probabilities, updates, evaluation. Memory is the
+maximum that torch allocated on CUDA, next to the value that `finetune.dry_run=true` reports beforehand.
 """
 
 import gc
@@ -73,7 +73,7 @@ WAYS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"device": .., "decisions": {kind: ..}, "finetuning": {kind: {way: ..}}}, measuring what is missing."""
+    """Return {"device": .., "decisions": {kind: ..}, "finetuning": {kind: {method: ..}}}, measuring what is missing."""
     for kind in chosen_from(config, KINDS):
         _measure(config, root, kind)
     return {
@@ -109,7 +109,7 @@ def _measure(config: Config, root: Path, kind: str) -> None:
 
 
 def _decisions(config: Config, folder: Path, rounds: int) -> dict[str, Any]:
-    """Return {"parameters": .., "tokens": of the prefix, precision: {rows: seconds, median and least}}."""
+    """Return {"parameters": .., "tokens": of the prefix, precision: {rows: seconds, median and minimum}}."""
     device = choose_device(config.run)
     policy = load_trainable(folder, config.lerobot, device)
     policy.prepare_finetuning()
@@ -139,7 +139,7 @@ def _tokens(policy: Trainable, device: torch.device) -> int:
 
 
 def _finetuning(config: Config, device: torch.device) -> dict[str, Any]:
-    """Fine-tune, throw away what comes out, and return what an iteration took, and what had been planned."""
+    """Fine-tune and discard the weights; return time and memory of an iteration, and the planned values."""
     budget = finetune.planned(config)
     with _clean(device) as peak:
         finetune.run(config)
@@ -160,7 +160,9 @@ def _finetuning(config: Config, device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def _clean(device: torch.device) -> Iterator[Callable[[], int | None]]:
-    """Begin with nothing of earlier rows; yields what returns the most bytes held within, None where nobody counts."""
+    """Free the memory of earlier rows; yields a function that returns the maximum of allocated bytes, None without
+    CUDA.
+    """
     gc.collect()
     if device.type != "cuda":
         yield lambda: None
@@ -176,7 +178,7 @@ def _called(device: torch.device) -> str:
 
 
 def write_policy(kind: str, folder: Path, device: torch.device | str = "cpu") -> Path:
-    """Write what `write_configuration` does, and random weights, drawn on `device`; return folder."""
+    """Write the files of `write_configuration` and random weights, drawn on `device`; return the folder."""
     from lerobot.policies.factory import get_policy_class
 
     with quiet_logger():
@@ -188,7 +190,7 @@ def write_policy(kind: str, folder: Path, device: torch.device | str = "cpu") ->
 
 
 def write_configuration(kind: str, folder: Path) -> Any:
-    """Write what a policy that plays SCENE needs beside its weights, and return LeRobot's configuration of it.
+    """Write all files of a policy for SCENE except its weights, and return LeRobot's configuration of it.
 
     kind: smolvla or pi0, at LeRobot's own sizes.
     """
@@ -236,7 +238,7 @@ def _smolvla(folder: Path, words: Any, shared: Mapping[str, Any], known: Any) ->
 
 
 def _widened(path: Path) -> None:
-    """Give the SmolVLM's config in a folder the widths of its own that `Sizes` does not tell."""
+    """Set the widths that `Sizes` does not contain in the SmolVLM config of a folder to full size."""
     config = read_json(path / "config.json")
     config["text_config"] |= TEXT
     config["vision_config"] |= {"intermediate_size": 4 * OWN.seen[0]}
@@ -253,7 +255,7 @@ def _pi0(folder: Path, words: Any, shared: Mapping[str, Any], known: Any) -> tup
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return decisions a second, and fine-tuning with the memory it took beside the plan."""
+    """Return policy calls per second, and fine-tuning with measured and planned memory."""
     result_tables = []
     for kind, metrics in figures["decisions"].items():
         lines = []

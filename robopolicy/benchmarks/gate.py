@@ -1,10 +1,11 @@
-"""The gate under attack: what it lets in of candidates whose true value is measured, good ones and planted bad ones.
+"""The gate under attack: acceptance of genuine and of planted bad candidates, whose true value is measured.
 
-A policy records a log of its own, and candidates are made of both (`gate_candidates`). Each is played for real on the
-same starts as the policy: it is good where its improvement's lower bound exceeds 0, bad where the upper bound is below
-0, and undecided otherwise. Every judge of `robopolicy gate`, all of the same log, says what the gate would have done;
-combinations accept where all their judges do. Then ten rounds, most of their candidates planted, with the gate and
-without: how far does the policy fall? Nothing of the real world reaches a judge.
+A policy records a log of its own episodes, and candidates are built from both (`gate_candidates`). Each is evaluated in
+the simulator from the same initial states as the policy: it is good if the lower bound of its improvement is above 0,
+bad if the upper bound is below 0, and undecided otherwise. Every evaluator of `robopolicy gate`, each computed from the
+same log, gives its decision; combinations accept if all their evaluators do. Then ten rounds, mostly with planted
+candidates, with the gate and without, measure the loss of success. No evaluator receives data from the simulator beyond
+the log.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,7 +69,9 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Attack:
-    """A policy under attack: its judges by name, the real world with the seeds of its starts, what candidates need."""
+    """A policy under attack: its evaluators by name, the simulator with the seeds of its initial states, and inputs of
+    candidates.
+    """
 
     config: Config
     material: Material
@@ -83,13 +86,15 @@ class Attack:
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"tasks": {task: {seed: what was found}}}, after measuring what is missing under `root`."""
+    """Return {"tasks": {task: {seed: results}}}, measuring what is missing under `root`."""
     parts = chosen_from(config, PARTS)
     return {"tasks": each_task(config, lambda task, seed: measure(config, root, task, seed, parts))}
 
 
 def measure(config: Config, root: Path, task: str, seed: int, parts: Sequence[str]) -> dict[str, Any]:
-    """Return {"base", "candidates": {name: verdicts}, "rounds": {arm: records}} of one policy, nothing done twice."""
+    """Return {"base", "candidates": {name: verdicts}, "rounds": {arm: records}} of one policy; finished parts are not
+    repeated.
+    """
     folder = root / task / "attack" / str(seed)
     makers: dict[Path, Callable[[Attack], Values]] = {folder / "base.json": base_values}
     if "candidates" in parts:
@@ -119,7 +124,7 @@ def path_of(folder: Path, name: str) -> Path:
 
 
 def prepared(config: Config, root: Path, task: str, seed: int) -> Attack:
-    """Return a policy, its log, judges of the log and what candidates are made of, after making what is missing."""
+    """Return a policy, its log, evaluators of the log and the inputs of candidates; what is missing is built first."""
     shared_settings = [*SETTINGS, *settings_of(config, root, task, seed)]
     device = choose_device(compose(shared_settings).run)
     path = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
@@ -141,7 +146,7 @@ def prepared(config: Config, root: Path, task: str, seed: int) -> Attack:
 
 
 def model_of(shared: Sequence[str], root: Path, log: Path, seed: int, name: str) -> Path:
-    """Return the checkpoint of a world model of the log, or of what is made of it, after training where missing."""
+    """Return the checkpoint of a world model of the log or of data derived from it, trained if it is missing."""
     model_seed = seed + MODELS[name]
     folder = root / "worldmodel" / name / str(model_seed)
     if not is_complete(folder):
@@ -156,13 +161,13 @@ def model_of(shared: Sequence[str], root: Path, log: Path, seed: int, name: str)
 
 
 def base_values(attack: Attack) -> Values:
-    """Return the base policy's value, real and by every evaluator, and the ceilings up to which those are trusted."""
+    """Return the base policy's value, real and by every evaluator, and the upper limits of credible values."""
     ceilings = {name: ceiling_of(judge) for name, judge in attack.judges.items()}
     return {**asked(attack, attack.material.base, "the policy as it came"), "ceilings": ceilings}
 
 
 def candidate_values(name: str, attack: Attack) -> Values:
-    """Make a candidate, and return what it is worth, for real and to every judge."""
+    """Build a candidate, and return its real value and its value by every evaluator."""
     material, candidate = attack.material, CANDIDATES[name]
     policy = candidate.make(material, material.base, material.draws(name))
     values = asked(attack, policy, name)
@@ -170,7 +175,7 @@ def candidate_values(name: str, attack: Attack) -> Values:
 
 
 def asked(attack: Attack, policy: Policy, label: str) -> Values:
-    """Return {"success": [E], "values": {judge: [S]}} of a policy."""
+    """Return {"success": [E], "values": {evaluator: [S]}} of a policy."""
     success = attack.success(policy, f"truth: {label}")
     output.print(f"{label}: true success {success.mean():.1%}")
     values = {name: judge.values(policy).tolist() for name, judge in attack.judges.items()}
@@ -178,7 +183,7 @@ def asked(attack: Attack, policy: Policy, label: str) -> Values:
 
 
 def verdicts(config: Config, base: Values, found: Values) -> dict[str, Any]:
-    """Return a candidate's true improvement with its interval, and what every judge says of it."""
+    """Return a candidate's true improvement with its interval, and the decision of every evaluator."""
     comparison, section = compare_paired(np.array(base["success"]), np.array(found["success"])), config.gate
     judgements: dict[str, Any] = {}
     for name, values in found["values"].items():
@@ -200,7 +205,7 @@ def verdicts(config: Config, base: Values, found: Values) -> dict[str, Any]:
 
 
 def ten_rounds(arm: str, attack: Attack) -> Values:
-    """Return {"base", "records"} of rounds in which each candidate is made of the incumbent."""
+    """Return {"base", "records"} of rounds in which each candidate is built from the incumbent."""
     config, material = attack.config, attack.material
     judges, section = [attack.judges[name] for name in ARMS[arm]], config.gate
     rules = {"margin": section.margin, "relative": section.relative_margin, "confidence": section.confidence}
@@ -239,7 +244,7 @@ def kind_of(true: Mapping[str, float]) -> str:
 
 
 def confusion(rows: Sequence[Mapping[str, Any]], judges: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return by kind of candidate (`kind_of`) how many all of `judges` accept, and how many there are."""
+    """Return, for each kind of candidate (`kind_of`), the number that all of `judges` accept and the total."""
     counts = {"bad": [0, 0], "good": [0, 0], "undecided": [0, 0]}
     for row in rows:
         count = counts[kind_of(row["true"])]
@@ -249,7 +254,7 @@ def confusion(rows: Sequence[Mapping[str, Any]], judges: Sequence[str]) -> dict[
 
 
 def ranked(seeds: Iterable[Mapping[str, Any]], judge: str) -> list[float]:
-    """Return Spearman's correlation, policy by policy, of what a judge says candidates gain with what they do."""
+    """Return, for each policy, Spearman's correlation of an evaluator's estimated improvements with the true ones."""
     rows = [list(seed["candidates"].values()) for seed in seeds if seed["candidates"]]
     return [
         float(
@@ -263,7 +268,7 @@ def ranked(seeds: Iterable[Mapping[str, Any]], judge: str) -> list[float]:
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return three tables a task: what is let in by judges, what there was by families, and ten rounds."""
+    """Return three tables per task: acceptance by evaluators, candidates by families, and ten rounds."""
     result_tables: list[Table] = []
     for task, seeds in figures["tasks"].items():
         rows = [row for seed in seeds.values() for row in seed["candidates"].values()]

@@ -1,8 +1,8 @@
 """Candidates for testing the gate, built from a policy and its log: genuine ones and planted bad ones.
 
-Planted are the ways in which learning from a log goes wrong: the wrong sign of the advantage, a critic whose mistakes
-are climbed, observations or actions that are not those of deployment, data too narrow, a world model that flatters, and
-weights disturbed. Whether a candidate is good or bad is measured, not read off its name.
+The planted ones cover typical failures of learning from a log: the wrong sign of the advantage, exploitation of critic
+errors, observations or actions that differ from deployment, data that is too narrow, a world model that is too
+optimistic, and perturbed weights. Whether a candidate is good or bad is measured, not assumed from its name.
 """
 
 import copy
@@ -37,10 +37,10 @@ from robopolicy.training.offline.improvers import OfflineContext, imitate
 
 @dataclass(frozen=True)
 class Material:
-    """What candidates are made of.
+    """Inputs from which candidates are built.
 
-    config: the task's; base: the policy as it came; lesson: the episodes that may be learned from, and a critic of
-    them; model: name -> checkpoint of a world model (`MODELS`), trained where it is missing.
+    config: the task's; base: the original policy; lesson: the training episodes, and a critic of them; model: name ->
+    checkpoint of a world model (`MODELS`), trained if it is missing.
     """
 
     config: Config
@@ -49,7 +49,7 @@ class Material:
     model: Callable[[str], Path]
 
     def draws(self, name: str) -> Generators:
-        """Return the generators of the candidate `name`: its seed makes it again."""
+        """Return the random generators of the candidate `name`; its seed reproduces it."""
         return Generators(derive_seed(self.config.run.seed, f"candidate/{name}"), choose_device(self.config.run))
 
 
@@ -59,7 +59,7 @@ Make = Callable[[Material, Trainable, Generators], Trainable]
 
 @dataclass(frozen=True)
 class Candidate:
-    """family: what it is an example of; planted: whether it is meant to be bad."""
+    """A candidate. family: the failure that it represents; planted: whether it is meant to be bad."""
 
     family: str
     make: Make
@@ -67,7 +67,7 @@ class Candidate:
 
 
 class Opposite(OfflineAgent):
-    """A critic that finds best what another one finds worst: the wrong sign."""
+    """A critic with the opposite sign of another one."""
 
     def __init__(self, critic: OfflineAgent):
         super().__init__()
@@ -115,7 +115,7 @@ def improved(kind: str, settings: object, *, wrong: bool = False) -> Make:
 
 @dataclass(frozen=True)
 class Imitation:
-    """What `imitate` reads."""
+    """Inputs of `imitate`."""
 
     steps: int = 500
     batch_size: int = 256
@@ -146,7 +146,7 @@ def imitated(choose: Choose, change: Change | None = None, settings: Imitation =
 
 
 def every(episodes: Episodes, generators: Generators) -> Episodes:
-    """Keep all."""
+    """Select all episodes."""
     return episodes
 
 
@@ -219,7 +219,7 @@ def tuned(model: str, iterations: int) -> Make:
 
 
 def prepare(policy: Trainable, config: Config) -> None:
-    """Let as many denoising steps learn as the recipe does."""
+    """Make as many denoising steps trainable as in the recipe."""
     policy.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
 
 
@@ -399,7 +399,7 @@ OFFERED = (
 
 
 def flattering(episodes: Episodes, early: int = 8) -> Episodes:
-    """Return the log as a model with wrong heads learns it: speed is paid, and success is announced `early` steps."""
+    """Return the log with wrong labels for a model: speed is rewarded, success is labelled `early` steps too early."""
     assert episodes.success is not None and episodes.rewards is not None and episodes.reward is not None
     ends = (episodes.starts + episodes.lengths)[episodes.episode_of_step]
     steps = torch.arange(episodes.step_count, device=episodes.device)

@@ -1,9 +1,9 @@
 """Speed of a GPU next to the CPU, in minutes: physics, fine-tuning, a SmolVLA, world models, inference.
 
-One script for a card that is borrowed for minutes: parts are measured one after the other, each row is stored at once,
-and after eight minutes the rest is left out and named; the same command then measures what is missing. A row that fails
-says why, and the others go on. Policies are hardly trained, so episodes last to their time limit. CPU rows use
-run.threads threads (0: all cores). Without a CUDA device only the CPU rows are measured.
+Parts are measured one after the other, each row is stored at once, and after eight minutes the remaining rows are
+listed and skipped; the same command then measures them. A row that fails is reported with its reason, and the others
+continue. Policies are hardly trained, so episodes last to their time limit. CPU rows use run.threads threads (0: all
+cores). Without a CUDA device only the CPU rows are measured.
 """
 
 import gc
@@ -67,8 +67,9 @@ ONCE = (
 
 @dataclass(frozen=True)
 class Model:
-    """A world model in the part world_models. recipe: of its data; cpu, gpu: training steps, and environments in
-    imagination; settings: of the model.
+    """A world model of the part world_models.
+
+    recipe: of its data; cpu, gpu: training steps, and environments in imagination; settings: of the model.
     """
 
     recipe: str
@@ -133,7 +134,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lab:
-    """What all parts share. gpu: the CUDA device, None without one."""
+    """Inputs shared by all parts. gpu: the CUDA device, None without one."""
 
     config: Config
     root: Path
@@ -172,7 +173,7 @@ Measures = dict[str, Callable[[], Row]]
 
 
 def physics(lab: Lab) -> Measures:
-    """Control steps of random actions, observations and rewards included, with native and GPU physics."""
+    """Measure control steps with random actions, including observations and rewards, with native and GPU physics."""
     measures: Measures = {}
     engines = {"native": lab.size.native} | ({"warp": lab.size.warp} if lab.gpu is not None else {})
     for task in lab.size.tasks:
@@ -184,8 +185,8 @@ def physics(lab: Lab) -> Measures:
 
 
 def played(lab: Lab, name: str, engine: str, count: int) -> Row:
-    """Return physics steps a second, seconds until the first chunk (warp compiles), and the largest differences of the
-    state between two equal plays, and from native physics.
+    """Return physics steps per second, seconds until the first chunk (warp compiles), and the largest differences of
+    the state between two equal runs, and from native physics.
     """
     task = load_task(name)
     began = time.perf_counter()
@@ -219,7 +220,9 @@ def _states(world: MujocoWorld, actions: np.ndarray) -> np.ndarray:
 
 
 def states(lab: Lab) -> Measures:
-    """An iteration of PPO on push_t: native physics and CPU learner, native and GPU learner, warp and GPU learner."""
+    """Measure an iteration of PPO on push_t: native physics and CPU learner, native and GPU learner, warp and GPU
+    learner.
+    """
     (small, large), recipe = lab.size.states, "push_t"
     rows = {f"{recipe}: native physics, CPU learner, {small[0]:,} environments": ("cpu", "native", small)}
     if lab.gpu is not None:
@@ -233,7 +236,7 @@ def states(lab: Lab) -> Measures:
 
 
 def cameras(lab: Lab) -> Measures:
-    """The same from a camera of 64 pixels; the images are rendered on the CPU either way."""
+    """Measure an iteration of PPO with a camera of 64 pixels; images are rendered on the CPU in all rows."""
     recipe, sizes = "push_t_pixels", lab.size.cameras
     rows = {f"{recipe}: native physics, CPU learner": ("cpu", "native")}
     if lab.gpu is not None:
@@ -245,7 +248,7 @@ def cameras(lab: Lab) -> Measures:
 
 
 def iterated(lab: Lab, recipe: str, device: str, sizes: tuple[int, int, int], engine: str) -> Row:
-    """Return decisions a second of the third iteration of fine-tuning, collected and learned."""
+    """Return action chunks per second in the third iteration of fine-tuning, collection and update included."""
     base = lab.base(recipe, recipe)
     physics_setting, iterations = f"world.options.physics={engine}", "finetune.iterations=3"
     return _iteration(lab, recipe, base, device, sizes, physics_setting, iterations)
@@ -264,7 +267,7 @@ def _iteration(lab: Lab, recipe: str, base: Path, device: str, sizes: tuple[int,
 
 
 def smolvla(lab: Lab) -> Measures:
-    """An iteration of PPO on a SmolVLA with random weights; the CPU plays and learns fewer decisions."""
+    """Measure an iteration of PPO on a SmolVLA with random weights; the CPU row collects and trains on fewer chunks."""
     small, large = lab.size.vla
     rows: dict[str, tuple[str, tuple[int, int, int], tuple[str, ...]]] = {"SmolVLA: CPU, fp32": ("cpu", small, ())}
     if lab.gpu is not None:
@@ -345,7 +348,7 @@ def _imagined(lab: Lab, kind: str, device: torch.device, count: int) -> Row:
 
 
 def inference(lab: Lab) -> Measures:
-    """Policy calls of a diffusion transformer of ten steps; on a GPU `compiled` is one CUDA graph."""
+    """Measure policy calls of a diffusion transformer with ten steps; on a GPU `compiled` is one CUDA graph."""
     return {
         f"{count} at once: {name}, {engine}": lambda count=count, device=device, engine=engine: _called(
             lab, count, device, engine
@@ -408,7 +411,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def _stored(path: Path, measure: Callable[[], Row]) -> Row:
-    """Return a row, measured and stored unless it was; one that fails is not stored, and says why."""
+    """Return a row, measured and stored if it is missing; a row that fails is not stored, and its reason is printed."""
     if path.exists():
         return read_json(path)
     try:
@@ -423,7 +426,7 @@ def _stored(path: Path, measure: Callable[[], Row]) -> Row:
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return a table a part: rate, ratio to the first row before the same colon, other numbers."""
+    """Return one table per part: rate, ratio to the first row with the same text before the colon, other numbers."""
     found = [
         Table(f"{part.replace('_', ' ')} on {figures['card'] or 'the CPU'}", _header(part), _lines(rows))
         for part, rows in figures["parts"].items()

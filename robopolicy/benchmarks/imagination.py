@@ -1,9 +1,9 @@
-"""Fine-tuning inside world models, judged in the simulator; and what happens when imagination fools a policy.
+"""Fine-tuning inside world models, evaluated in the simulator, including cases where imagination misleads the policy.
 
-The first arm is what a recipe's own verbs do, the second the same from the same base and model with one thread; others
-change its model, or how near the base it is kept. The rest learn from 5,000 steps of near-perfect demonstrations, where
-imagined and real success part, with one remedy each; the last trains its model on while the policy is kept near its
-base.
+The first arm runs the verbs of a recipe; the second repeats it from the same base and model with one thread; further
+arms change the model, or the BC weight toward the base. The others have a model of only 5,000 steps of nearly perfect
+demonstrations, where imagined and real success diverge, with one remedy each; the last continues training its model
+while a BC loss keeps the policy near its base.
 """
 
 from collections.abc import Mapping
@@ -56,10 +56,10 @@ EXPERTS = "finetune.auxiliaries=[experts]"
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to fine-tune in imagination.
+    """A setting of fine-tuning in imagination.
 
-    model: name of the world model; described: its settings; knows_base: whether it was trained on rollouts of the base
-    policy as well, None: as the recipe says; settings: of fine-tuning in it.
+    model: name of the world model; described: its settings; knows_base: whether it is also trained on rollouts of the
+    base policy, None for the recipe's setting; settings: of fine-tuning.
     """
 
     model: str
@@ -69,7 +69,7 @@ class Arm:
 
 
 def narrow(*settings: str) -> Arm:
-    """Return an arm in the model of narrow data."""
+    """Return an arm with the model of narrow data."""
     return Arm("narrow", NARROW, False, (*FOOLED, *settings))
 
 
@@ -91,13 +91,13 @@ ARMS: dict[str, Arm] = {
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"tasks": {task: {arm: figures}}}, after running what is missing."""
+    """Return {"tasks": {task: {arm: results}}}, running what is missing."""
     names = chosen_from(config, ARMS)
     return {"tasks": {task: {name: measure(config, root, task, name) for name in names} for task in config.bench.tasks}}
 
 
 def measure(config: Config, root: Path, task: str, name: str) -> dict[str, Any]:
-    """Return an arm's figures on a task; runs that have ended are not run again."""
+    """Return the results of an arm on a task; finished runs are not repeated."""
     folders = [tuned_in_imagination(config, root, task, name, seed) for seed in config.bench.seeds]
     results = [read_json(folder / "result.json") for folder in folders]
     models = [read_json(Path(result["model"]).parent / "result.json") for result in results]
@@ -116,7 +116,7 @@ def measure(config: Config, root: Path, task: str, name: str) -> dict[str, Any]:
 
 
 def tuned_in_imagination(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
-    """Return the run folder of an arm, after training base and model and fine-tuning, where that is missing."""
+    """Return the run folder of an arm; missing base, model and fine-tuning are run."""
     arm, label = ARMS[name], name.replace(", ", "_").replace(" ", "_")
     folder = root / task / "imagine" / label / str(seed)
     if not is_complete(folder):
@@ -138,14 +138,14 @@ RECORDED = ("iteration", "env_steps", "deterministic_success", "deterministic_re
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return a table a task."""
+    """Return one table per task."""
     return [table_of(task, rows) for task, rows in figures["tasks"].items()]
 
 
 def table_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return the table of a task: base and tuned policy in the simulator, and the tuned one in imagination.
+    """Return the table of a task: base and fine-tuned policy in the simulator, and the fine-tuned one in imagination.
 
-    A Wilson interval of a rate over all seeds treats them as one policy; the spread over seeds stands beside it.
+    A Wilson interval over the episodes of all seeds treats them as one policy; the range over seeds is next to it.
     """
     header = ["fine-tuned in", "base", "tuned: mean over seeds (range)", "each seed", "tuned, imagined"]
     header += ["imagined - real", "real steps"]
@@ -167,13 +167,13 @@ def table_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def picture(figures: Mapping[str, Any]) -> Section:
-    """Return the plot of base and tuned policies in both worlds."""
+    """Return the plot of base and fine-tuned policies in simulator and imagination."""
     title = "Success of base and tuned policies in the simulator, and of the tuned ones in imagination"
     return Section(title, "A dot a seed.", svg=imagined_beside_real(figures["tasks"]))
 
 
 def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
-    """Return plots of both worlds, afterwards and while fine-tuning."""
+    """Return plots of simulator and imagination, after and during fine-tuning."""
     caption = "Noise-free policy on the same starts, one line a seed of training."
     curves = [
         Section(

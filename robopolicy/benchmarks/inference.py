@@ -1,10 +1,10 @@
 """Inference speed of a policy by method, and its cost: action error and lost success.
 
-Three policies a task: one of 100 denoising steps in a transformer, as diffusion policies are usually trained, where
-block caching and better samplers have something to save; one of ten steps in the same network, and the recipe's own
-network with ten, which are distilled into one and two. All ways of a policy take turns in one process, batch one.
-Success is measured on the same starts, and not of ways that decide as the reference does: the largest difference of
-their actions is in the table instead.
+Three policies per task: a transformer with 100 denoising steps, as diffusion policies are usually trained, where block
+caching and better samplers can save time; the same network with ten steps; and the recipe's own network with ten steps,
+which is distilled to one and two. All methods of a policy alternate in one process, with batch size one. Success is
+measured from the same initial states, except for methods with the same actions as the reference, for which the table
+has the largest difference of actions instead.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,8 +61,10 @@ RemembersBlocks = Callable[[Calibration], Caching]
 
 @dataclass(frozen=True)
 class Arm:
-    """A way of deciding. config: the engine and sampler; cache: who remembers blocks; students: denoising steps of
-    the distilled policy that decides instead, 0 for the policy itself; peer: diffusers' own loop.
+    """An inference method.
+
+    config: the engine and sampler; cache: scheduler of the block cache; students: denoising steps of the distilled
+    policy, 0 for the policy itself; peer: diffusers' own loop.
     """
 
     config: InferenceConfig = InferenceConfig()  # noqa: RUF009 (frozen)
@@ -76,7 +78,7 @@ def _cached(scheduler: str, budget: int, **settings: int) -> RemembersBlocks:
 
 
 def _at_the_cost_of_bac(scheduler: str, budget: int) -> RemembersBlocks:
-    """Return a plan of all blocks together that computes as many of them as BAC's of this budget really does."""
+    """Return a plan with the same steps for all blocks, with as many block evaluations as BAC's plan of this budget."""
 
     def plan(found: Calibration) -> CachePlan:
         share = make_plan(found, CacheConfig("bac", budget)).share
@@ -129,9 +131,9 @@ POLICIES = {
 
 
 class DiffusersLoop:
-    """The same network in the loop that other projects run: diffusers' scheduler object asked at every step.
+    """The same network in diffusers' usual loop: its scheduler object is called at every step.
 
-    With `clip_sample` off where the policy has none; noise-free (DDIM, eta 0), for diffusions.
+    With `clip_sample` off if the policy has none; noise-free (DDIM, eta 0), for diffusion policies.
     """
 
     def __init__(self, policy: DenoisingPolicy):
@@ -152,7 +154,7 @@ class DiffusersLoop:
 
     @property
     def spec(self) -> PolicySpec:
-        """As the policy's own."""
+        """Spec of the policy."""
         return self.policy.spec
 
     def reset(self, rows: Rows = None) -> None:
@@ -162,7 +164,7 @@ class DiffusersLoop:
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide for every row [B]; see `core.policy.Policy`."""
+        """Return an action chunk for every row [B]; see `core.policy.Policy`."""
         policy, scheduler = self.policy, self.scheduler
         condition = policy.encode(observation)
         rows = len(next(iter(condition.values())))
@@ -176,16 +178,16 @@ class DiffusersLoop:
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"tasks": {task: {policy: {seed: {arm: figures}}}}}, after doing what is missing.
+    """Return {"tasks": {task: {policy: {seed: {arm: results}}}}}, running what is missing.
 
-    Times are taken anew every time, unless bench.rounds is 0.
+    Times are measured again in every call, unless bench.rounds is 0.
     """
     tasks = each_row(config, root, chosen_from(config, POLICIES), measure)
     return {"tasks": tasks, "rounds": config.bench.rounds}
 
 
 def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict[str, Any]:
-    """Return the figures of every arm of a policy of one seed, measured together and kept in root/task/arms."""
+    """Return the results of every arm of a policy of one seed, measured together and stored in root/task/arms."""
     path = root / task / "arms" / name / f"{seed}.json"
     earlier_rows: dict[str, Any] = read_json(path) if path.exists() else {}
     if earlier_rows and not config.bench.rounds:
@@ -214,7 +216,7 @@ def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict
 
 @dataclass(frozen=True)
 class Way:
-    """An arm made: the policy that decides, the denoising policy inside, and who remembers its blocks."""
+    """A method ready to run: the policy, the denoising policy inside it, and its cached blocks."""
 
     policy: Policy
     inner: DenoisingPolicy
@@ -228,7 +230,7 @@ class Way:
 
 
 def made(config: Config, root: Path, task: str, name: str, seed: int, device: torch.device) -> dict[str, Way]:
-    """Return every arm of a policy, which is trained, calibrated and distilled where that is missing."""
+    """Return every arm of a policy; missing training, calibration and distillation are run."""
     arms, base = POLICIES[name], pretrained(config, root, task, name, seed)
     policy = loaded(base, device)
     observation = recorded(root, task, seed, policy)
@@ -249,7 +251,7 @@ def loaded(run: Path, device: torch.device) -> DenoisingPolicy:
 
 
 def distilled(config: Config, root: Path, task: str, name: str, seed: int, steps: int) -> Path:
-    """Return the run folder of a policy distilled into this many steps, after distilling it if it is missing."""
+    """Return the run folder of a policy distilled to this many steps, distilled if it is missing."""
     label = f"{name}_in_{steps}"
     folder = root / task / "distill" / label / str(seed)
     if not is_complete(folder):
@@ -265,7 +267,7 @@ def distilled(config: Config, root: Path, task: str, name: str, seed: int, steps
 
 
 def recorded(root: Path, task: str, seed: int, policy: DenoisingPolicy) -> TensorObservation:
-    """Return observations [N, H, ...] of the demonstrations that the policy learned from."""
+    """Return observations [N, H, ...] of the demonstrations that the policy was trained on."""
     episodes = read_dataset(demonstrations(root, task, seed), cameras=policy.spec.cameras)
     draws = torch.Generator().manual_seed(seed)
     steps = torch.randperm(episodes.step_count, generator=draws)[:OBSERVATIONS]
@@ -276,9 +278,9 @@ def recorded(root: Path, task: str, seed: int, policy: DenoisingPolicy) -> Tenso
 
 
 def flops(ways: Mapping[str, Way], label: str, arms: Mapping[str, Arm], first: TensorObservation) -> int:
-    """Return the multiplications and additions of a decision at one observation, as torch counts them.
+    """Return the multiplications and additions of a policy call for one observation, as counted by torch.
 
-    Compiled code is not counted through: it is what it was compiled from.
+    Compiled code is not counted; its numbers are those of the code before compilation.
     """
     policy = ways[label].lean(arms[label])
     noise_free_actions(policy, first)  # tables that are computed once are not counted
@@ -288,7 +290,7 @@ def flops(ways: Mapping[str, Way], label: str, arms: Mapping[str, Arm], first: T
 
 
 def judged(config: Config, policy: Policy, seed: int) -> dict[str, float]:
-    """Return the success of a policy, without exploration noise, on the starts that all are judged on."""
+    """Return the success of a policy without exploration noise, from the initial states that all policies share."""
     device = choose_device(config.run)
     world = build_world(config.world, policy, episodes=EPISODES, device=device)
     seeds = episode_seeds(seed, "evaluate", EPISODES)
@@ -298,7 +300,7 @@ def judged(config: Config, policy: Policy, seed: int) -> dict[str, float]:
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return a table a task and policy, a row an arm."""
+    """Return one table per task and policy, with one row per arm."""
     header = ["way", "ms", "x reference", "x diffusers", "MFLOP", "block evaluations", "action error / std", "success"]
     result_tables: list[Table] = []
     for task, policies in figures["tasks"].items():
@@ -312,7 +314,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 def row_of(arm: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
-    """Return the cells of an arm; arm: its figures of every seed, rows: those of all arms."""
+    """Return the cells of an arm; arm: its results of every seed, rows: those of all arms."""
     speed_ratios = {
         other: mean_text((row[other]["least_ms"] / each["least_ms"] for row, each in zip(rows, arm, strict=True)), 1)
         for other in (REFERENCE, "diffusers loop")

@@ -1,7 +1,7 @@
-"""Planning with a joint model on reach_planar: does looking ahead help, and does it need failures to know what is bad?
+"""Planning with a joint model on reach_planar: does it help, and does it need failures in the training data?
 
-The same weights act with one candidate and plan with several; beside them a model that saw successes only.
-After Cosmos Policy's best-of-N planning; its issue 17 is the second question.
+The same weights act with one candidate and plan with several; another model is trained on successes only. After Cosmos
+Policy's best-of-N planning; its issue 17 asks the second question.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,9 @@ TASK = "reach_planar"
 
 @dataclass(frozen=True)
 class Scale:
-    """episodes: recorded at each level of noise; fit: training steps; candidates: of planning; judged: episodes."""
+    """Sizes. episodes: recorded at each noise level; fit: training steps; candidates: of planning; judged: evaluation
+    episodes.
+    """
 
     episodes: int = 100
     noise: tuple[float, ...] = (0.5, 2.0, 4.0)
@@ -37,7 +39,7 @@ class Scale:
 
 
 def collect(seed: int, scale: Scale) -> Episodes:
-    """Return episodes of the expert at every level of noise, failures among them."""
+    """Return episodes of the expert at every noise level, failures included."""
     world, parts = make_world(TASK, 64, seed=seed), []
     for level in scale.noise:
         actor = expert(world, level, derive_seed(seed, f"noise {level}"))
@@ -47,7 +49,7 @@ def collect(seed: int, scale: Scale) -> Episodes:
 
 
 def measure(seed: int, scale: Scale) -> dict[str, Any]:
-    """Return the success of acting and of planning, by what was seen in training."""
+    """Return the success of acting and of planning, by training data."""
     all_episodes, world = collect(seed, scale), make_world(TASK, scale.judged, seed=seed)
     assert all_episodes.success is not None
     results: dict[str, Any] = {"data_success": float(all_episodes.success.float().mean())}

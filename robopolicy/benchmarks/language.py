@@ -1,11 +1,10 @@
-"""Twelve instructions in one scene: how far do PPO, GRAPE and a teacher take a policy that is told what to do?
+"""Twelve instructions in one scene: success of PPO, GRAPE and on-policy distillation for a language-conditioned policy.
 
-`tidy`: nine instructions are trained, three compositions of known words are held out. PPO and GRAPE begin with the
-imitated policy and may play about as many episodes; PPO plays alone and, as the recipe has it, imitating its
-demonstrations on the side (DAPG). On-policy distillation begins with nothing, and the scene's expert says what it
-would have done where the student led (DAgger), one that reads the state and one that sees. Every policy is judged on
-the same starts: as asked, told another instruction, told the same in words that it has not heard, and asked for what
-was held out.
+`tidy`: nine instructions are trained, three combinations of known words are held out. PPO and GRAPE start from the
+imitation policy with about the same number of episodes; PPO runs alone and, as in the recipe, with an imitation loss on
+its demonstrations (DAPG). On-policy distillation starts without imitation, with labels of the scripted expert on the
+student's states (DAgger), for a policy that reads the state and one that reads images. All policies are evaluated from
+the same initial states: with the instruction, another instruction, a paraphrase, and held-out instructions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,7 +61,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def measure(config: Config, root: Path, arm: str, seed: int) -> dict[str, Any]:
-    """Return the success of an arm's policy: as instructed, with noise, under the controls and on held-out
+    """Return the success of an arm's policy: with instructions, with noise, under the controls and on held-out
     instructions.
     """
     policy, costs = learned(config, root, arm, seed)
@@ -84,7 +83,7 @@ def measure(config: Config, root: Path, arm: str, seed: int) -> dict[str, Any]:
 
 
 def learned(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[str, float]]:
-    """Return the checkpoint of an arm, and the control steps and seconds that learning it took beyond imitation."""
+    """Return the checkpoint of an arm, and the control steps and seconds of its training beyond imitation."""
     if arm in TAUGHT:
         return taught(config, root, arm, seed)
     if arm in IMITATED:
@@ -96,7 +95,7 @@ def learned(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict
 
 
 def taught(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[str, float]]:
-    """Return the checkpoint of a student of the expert, and the control steps that were played."""
+    """Return the checkpoint of a student of the expert, and the number of control steps."""
     place = root / TASK / "teach" / arm / str(seed)
     if not is_complete(place):
         output.print(Rule(f"[bold]{ARMS[arm]}, seed {seed}", align="left"))
@@ -107,7 +106,7 @@ def taught(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[
 
 
 def as_many_episodes(config: Config, root: Path, seed: int) -> tuple[str, ...]:
-    """Return the settings with which GRAPE plays about as many episodes as PPO may."""
+    """Return the settings with which GRAPE collects about as many episodes as PPO."""
     size = compose([*settings_of(config, root, TASK, seed), *GRAPE]).finetune.group_size
     return *GRAPE, *SLOW, f"finetune.groups={GROUPS // size}", f"finetune.iterations={ROUNDS}"
 
@@ -129,7 +128,7 @@ def judged(
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return success of every arm with its controls, and success of every instruction."""
+    """Return the success of every arm with its controls, and the success of every instruction."""
     first = next(iter(next(iter(figures["arms"].values())).values()))
     names = list(first["controls"])
     header = ["policy", "success", "each seed [Wilson 95 %]", "with noise", "held-out compositions"]
@@ -146,14 +145,14 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 def _control(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return success under other words, or that they were refused."""
+    """Return success under a control, or the number of refused instructions."""
     if any("refused" in each for each in found):
         return "refused: words that it never heard"
     return spread_text(each["success_rate"] for each in found)
 
 
 def _by_instruction(arms: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return success of every instruction over all seeds' episodes, one column an arm."""
+    """Return success of every instruction over the episodes of all seeds, one column per arm."""
     rows = {arm: [row["instructions"] for row in seeds.values()] for arm, seeds in arms.items()}
     texts = sorted({text for each in rows.values() for row in each for text in row})
 

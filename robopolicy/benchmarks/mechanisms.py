@@ -55,9 +55,9 @@ STALE = (
 class Ablation:
     """An ablation study: a claim, and the variants that are compared.
 
-    claim: what the paper says; variants: name -> settings on top of SMALL, the baseline first and the method last;
-    base: name of the pre-trained policy (BASES in robopolicy.benchmarks.runs); figures: column -> what is averaged over
-    the runs of a variant.
+    claim: statement of the paper; variants: name -> settings on top of SMALL, the baseline first and the method last;
+    base: name of the pre-trained policy (BASES in robopolicy.benchmarks.runs); figures: column -> metric that is
+    averaged over the runs of a variant.
     """
 
     claim: str
@@ -192,12 +192,12 @@ ABLATIONS: dict[str, Ablation] = {
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"checks": {name: {variant: figures}}}, after running what is missing."""
+    """Return {"checks": {name: {variant: results}}}, running what is missing."""
     return {"checks": {name: measure(config, root, name) for name in chosen_from(config, ABLATIONS)}}
 
 
 def measure(config: Config, root: Path, name: str) -> dict[str, dict[str, Any]]:
-    """Return success rates (pooled over seeds) and other figures of every variant of a check."""
+    """Return success rates (pooled over seeds) and other results of every variant of a check."""
     check = ABLATIONS[name]
     rows = {}
     for place, (variant, settings) in enumerate(check.variants.items()):
@@ -223,14 +223,14 @@ MODES = ("deterministic", "stochastic")
 
 
 def evaluations(run: Outcome) -> list[Mapping[str, Any]]:
-    """Return the metrics of those iterations of a run that evaluated the policy."""
+    """Return the metrics of all iterations of a run with an evaluation."""
     return [record for record in run.records if "deterministic_success" in record]
 
 
 def rate(runs: Sequence[Outcome], mode: str, index: int) -> dict[str, float]:
     """Return the success rate over all seeds' validation episodes, with its Wilson interval.
 
-    index: which evaluation of a run, 0 before fine-tuning, -1 the last.
+    index: number of the evaluation in a run, 0 before fine-tuning, -1 the last.
     """
     episodes = sum(run.result["base"][mode]["episodes"] for run in runs)
     successes = sum(

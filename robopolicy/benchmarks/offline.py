@@ -1,10 +1,10 @@
 """Policy improvement from the policy's own log by several methods, each with its baseline; then a staged rollout.
 
-A policy that imitated demonstrations records a log: its own episodes, successes and failures. Of log and policy every
-way makes one candidate, by `robopolicy offline` without a gate, with that verb's defaults but for what is named here;
-agents that decide themselves learn from the same log. No step is played but to judge. Two candidates, one good and one
-bad, are then put to work beside the policy they came from (`robopolicy deploy`). And operators correct the policy: what
-is that worth beside as many further demonstrations?
+A policy trained by imitation records a log: its own episodes, successes and failures. Every method builds one candidate
+from the log and the policy, by `robopolicy offline` without a gate and with its defaults, except for the settings named
+here; agents that act themselves are trained on the same log. The simulator is used for evaluation only. A good and a
+bad candidate are then deployed gradually next to the base policy (`robopolicy deploy`). Finally, operators correct the
+policy, compared with the same number of further demonstrations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ LAST_STEP = ("offline.improve.through=last",)
 
 @dataclass(frozen=True)
 class Way:
-    """A candidate. improve: offline.improve; critic: offline.agent, "" where none is asked; settings: further ones."""
+    """A method. improve: offline.improve; critic: offline.agent, "" if it needs none; settings: further settings."""
 
     improve: str
     critic: str = "iql"
@@ -117,7 +117,7 @@ def measure(config: Config, root: Path, task: str, seed: int, parts: Sequence[st
 
 @dataclass(frozen=True)
 class Case:
-    """One task and seed of the benchmark, whose runs lie under root/task; each is run where it is missing."""
+    """One task and seed of the benchmark, with its runs under root/task; missing ones are run."""
 
     config: Config
     root: Path
@@ -133,7 +133,7 @@ class Case:
         return self.root / self.task / verb / name / str(self.seed + beyond)
 
     def announce(self, name: str) -> None:
-        """Say what begins."""
+        """Print the part that starts."""
         output.print(Rule(f"[bold]{self.task}, seed {self.seed}: {name}", align="left"))
 
     def base(self, name: str) -> Path:
@@ -198,19 +198,19 @@ class Case:
 
 
 def slug(name: str) -> str:
-    """Return a name as that of a folder."""
+    """Return a name in a form for folders."""
     return "_".join("".join(sign if sign.isalnum() else " " for sign in name).split())
 
 
 def judged(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return base and result of a run, without noise and with, and the difference on the same starts."""
+    """Return base and result of a run, without and with noise, and the difference from the same initial states."""
     results: dict[str, Any] = {name: short(result[name]["deterministic"]) for name in ("base", "tuned")}
     results |= {f"{name}_with_noise": short(result[name]["stochastic"]) for name in ("base", "tuned")}
     return {**results, "difference": result["difference"], "seconds": result["seconds"]}
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return for every task a table of each part that was measured."""
+    """Return a table of each measured part for every task."""
     result_tables: list[Table] = []
     for task, seeds in figures["tasks"].items():
         parts = {part: [each[part] for each in seeds.values() if part in each] for part in PARTS}

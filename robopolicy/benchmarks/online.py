@@ -1,10 +1,11 @@
-"""Learning in the world within few steps: agents with critics, with and without recorded data, beside PPO in the chain.
+"""Online RL within few environment steps: agents with critics, with and without recorded data, next to PPO in the
+chain.
 
-All begin with the same policy, and those that learn from data first with the same log of its own episodes. WSRL
-(arXiv:2412.07762) keeps no data and lets the frozen agent play before the first update; a run without that warm-up is
-its ablation. RLPD (arXiv:2302.02948) learns from nothing first and keeps half of every batch recorded. DSRL
-(arXiv:2506.15799) steers the frozen policy by its noise. Success is measured after few updates too: what an agent loses
-when it begins to learn in the world, it loses there.
+All start from the same policy, and those that use data from the same log of its episodes. WSRL (arXiv:2412.07762)
+retains no data and lets the frozen agent act before the first update; a run without that warm-up is its ablation. RLPD
+(arXiv:2302.02948) has no offline phase, and half of every batch is recorded data. DSRL (arXiv:2506.15799) steers the
+frozen policy by its noise. Success is also measured after few updates, where agents lose success when online learning
+starts.
 """
 
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ EARLY = (1, 100, 500, 2000)
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to learn. settings: of `online`, or of `finetune` where `rows` is not 0; logged: begins with the log."""
+    """A method. settings: of `online`, or of `finetune` if `rows` is not 0; logged: whether it starts from the log."""
 
     title: str
     settings: tuple[str, ...] = ()
@@ -73,7 +74,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict[str, Any]:
-    """Return base and result of an arm on the same starts, and what was seen on the way."""
+    """Return base and result of an arm from the same initial states, and evaluations during training."""
     arm = ARMS[name]
     verb = "finetune" if arm.rows else "online"
     folder = root / task / verb / name / str(seed)
@@ -105,7 +106,7 @@ def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict
 
 
 def learn(config: Config, root: Path, task: str, name: str, seed: int) -> None:
-    """Run an arm, after what it begins with."""
+    """Run an arm, after the stages that it starts from."""
     arm, shared_settings = ARMS[name], settings_of(config, root, task, seed)
     policy = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
     data = [f"online.dataset={logged(config, root, task, 'diffusion', seed)}"] if arm.logged else []
@@ -125,7 +126,7 @@ def learn(config: Config, root: Path, task: str, name: str, seed: int) -> None:
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return a table a task, a line an arm."""
+    """Return one table per task, with one row per arm."""
     header = ["method", "before, as it acts", *(f"after {count} updates" for count in EARLY)]
     header += ["in the end", "each seed [Wilson 95 %]", "thousand steps", "minutes"]
     result_tables: list[Table] = []
@@ -155,7 +156,7 @@ def _line(title: str, rows: list[Mapping[str, Any]]) -> list[str]:
 
 
 def picture(figures: Mapping[str, Any]) -> Section:
-    """Return the plot of success against steps in the world."""
+    """Return the plot of success against environment steps."""
     curves = {
         task: {ARMS[name].title: [each["curve"] for each in seeds.values()] for name, seeds in arms.items()}
         for task, arms in figures["tasks"].items()

@@ -1,6 +1,6 @@
-"""Push-cube as a plain gymnasium environment, what a careful user would write by hand: the native engine's opponent.
+"""Push-cube as a plain Gymnasium environment, as a user would write it by hand: baseline of the native engine.
 
-It has a module of its own, so that the worker processes of a vector environment import no more than it needs.
+It is a module of its own, so that the worker processes of a vector environment import only what it needs.
 """
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
@@ -20,7 +20,7 @@ from sims.tasks import push_cube
 
 
 class PushCubeEnv(gymnasium.Env):
-    """The same scene, observation and rewards as the native task: one world, plain floats; tests hold them equal."""
+    """The scene, observation and rewards of the native task: one environment, plain floats; tests compare both."""
 
     def __init__(self) -> None:
         self.task = load_task("push_cube")
@@ -36,7 +36,7 @@ class PushCubeEnv(gymnasium.Env):
         self._steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
-        """Start the episode of `seed`, or of one drawn from the environment's own generator."""
+        """Start the episode of `seed`, or of a seed drawn from the environment's own generator."""
         super().reset(seed=seed)
         episode = seed if seed is not None else int(self.np_random.integers(2**62))
         start = self.task.start(uniforms(np.asarray([episode]), self.task.uniforms))

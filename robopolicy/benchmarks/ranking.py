@@ -1,7 +1,7 @@
-"""Do world models order policies as the simulator does? Independently trained policies, every model.
+"""Ranking of policies by world models compared with the simulator, for independently trained policies and every model.
 
-No two policies share demonstrations, weights or seeds, nor does a world model share any with them: it learns from
-demonstrations, disturbed experts and one policy of its own seed.
+No two policies share demonstrations, weights or seeds. World models share no data with them either: they are trained on
+demonstrations, noisy experts and one policy of their own seed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def measure(config: Config, root: Path, task: str, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """Return the rankings of a task by kind and seed of model; what has been trained or ranked is not done again."""
+    """Return the rankings of a task by kind and seed of model; finished training and rankings are not repeated."""
     policies = [
         trained_policy(config, root, task, name, FIRST_SEED + index) / "checkpoint"
         for index, name in enumerate(POLICIES)
@@ -93,7 +93,7 @@ def trained_policy(config: Config, root: Path, task: str, name: str, seed: int) 
 
 
 def trained_model(config: Config, root: Path, task: str, kind: str, seed: int) -> Path:
-    """Return the run folder of a world model, trained on data of its own."""
+    """Return the run folder of a world model, trained on separate data."""
     base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
     return modelled(config, root, task, kind, seed, (*MODELS[kind].of(task), f"worldmodel.policies=[{base}]"))
 
@@ -103,7 +103,9 @@ SHOWN = {"pearson": "Pearson", "spearman": "Spearman", "mmrv": "MMRV", "bias": "
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return a table a task: the mean over seeds of the model, every seed, and the first one's bootstrap interval."""
+    """Return one table per task: the mean over seeds of the model, every seed, and the bootstrap interval of the first
+    one.
+    """
     result_tables = []
     for task, kinds in figures["tasks"].items():
         lines = []

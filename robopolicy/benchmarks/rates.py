@@ -1,7 +1,7 @@
-"""Success rates in tables: pooled over seeds with a Wilson interval, and their spread from seed to seed.
+"""Success rates in tables: pooled over seeds with a Wilson interval, and their range over seeds.
 
-The two answer different questions. A Wilson interval tells how precisely the episodes measure one trained policy; the
-mean and range over seeds say how much training itself varies. Tables name which is which.
+They answer different questions. A Wilson interval is the precision with which the episodes measure one trained policy;
+mean and range over seeds show the variation of training. Tables name which one a column contains.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ def pooled(measured: Sequence[Rate]) -> dict[str, float]:
 
 
 def short(rate: Rate) -> dict[str, float]:
-    """Return a summary of an evaluation without its outcomes: what tables need."""
+    """Return the summary of an evaluation without its outcomes, for tables."""
     return rate_of(int(rate["successes"]), int(rate["episodes"]))
 
 
@@ -44,7 +44,7 @@ def spread_text(rates: Iterable[float]) -> str:
 
 
 def mean_text(values: Iterable[float], digits: int) -> str:
-    """Return the mean, and of several seeds every one's value in brackets."""
+    """Return the mean, and for several seeds the value of each in brackets."""
     numbers = [float(value) for value in values]
     each = [f"{value:.{digits}f}" for value in numbers]
     return each[0] if len(each) == 1 else f"{np.mean(numbers):.{digits}f} ({', '.join(each)})"

@@ -1,11 +1,11 @@
 """Benchmark of the recipes (default configurations): success rates before and after RL fine-tuning, over seeds.
 
-A recipe is run as a newcomer would: collect demonstrations, pre-train by behaviour cloning, fine-tune by RL, with no
-other setting. Every stage has a run folder of its own under runs/bench/recipes and is not run again once it is done.
-The same seed repeats a run exactly only on one machine with the same number of threads; elsewhere floating-point sums
-round differently, and the policies differ. So the table shows the spread over seeds, and every row records the machine,
-packages and commit it was measured with. With another number of threads (bench.overrides=['run.threads=1']) runs stand
-beside the others in the same folder, and in a row of their own.
+A recipe is run like by a new user: collect demonstrations, pre-train by behaviour cloning, fine-tune by RL, with no
+other setting. Every stage has its own run folder under runs/bench/recipes and is not repeated once it is done. A seed
+repeats a run exactly only on the same machine with the same number of threads; elsewhere floating-point sums round
+differently, and the policies differ. The table therefore shows the range over seeds, and every row records the machine,
+packages and commit of its measurement. Runs with another number of threads (bench.overrides=['run.threads=1']) are
+stored in the same folder and shown in their own row.
 """
 
 import time
@@ -40,12 +40,12 @@ STAGES = {"collect": collect.run, "train": train.run, "finetune": finetune.run}
 
 
 def rows(config: Config) -> list[tuple[str, int]]:
-    """Return the rows that are asked for: recipe and seed of each."""
+    """Return the selected rows: recipe and seed of each."""
     return [(recipe, seed) for recipe in chosen_from(config, RECIPES) for seed in config.bench.seeds]
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"recipes": {recipe: {name: row}}}: all results under `root`, after measuring those that are asked for."""
+    """Return {"recipes": {recipe: {name: row}}}: all results under `root`, after measuring the selected ones."""
     for recipe, seed in rows(config):
         run_config = settings_of(config, root, recipe, seed)
         path = row_path(root, recipe, run_config)
@@ -59,7 +59,9 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def settings_of(config: Config, root: Path, recipe: str, seed: int) -> Config:
-    """Return the configuration of all stages of a recipe, named by its threads where there are not as many as usual."""
+    """Return the configuration of all stages of a recipe; run names contain the number of threads if it is not the
+    default.
+    """
     settings = [f"recipe={recipe}", f"run.root={root}", f"run.seed={seed}", *config.bench.overrides]
     base_config = compose(settings)
     other = _other_threads(base_config)
@@ -80,8 +82,8 @@ def measure(recipe: str, chosen: Config) -> dict[str, Any]:
     """Run the missing stages of a recipe, and return its row of results.
 
     base, tuned: success rates of the deterministic policies before and after fine-tuning, on the same episode seeds;
-    seconds: wall time of every stage in this process, of fine-tuning as its run counted it; threads, commit, packages
-    and so on: what it was measured with.
+    seconds: wall time of every stage in this process, and of fine-tuning as recorded by its run; threads, commit,
+    packages and so on: environment of the measurement.
     """
     seconds: dict[str, float] = {}
     for name, stage in STAGES.items():

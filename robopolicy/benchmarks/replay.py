@@ -1,6 +1,7 @@
-"""Asking the simulator whether what was imagined is true, on push_cube, which shows its whole physical state.
+"""Replay of imagined trajectories in the simulator, on push_cube, whose observation contains its complete physical
+state.
 
-Any imagined trajectory can be replayed from its own first state with its own actions, and compared step by step.
+An imagined trajectory is replayed from its first state with its actions, and compared step by step.
 """
 
 import numpy as np

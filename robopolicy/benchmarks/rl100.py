@@ -1,9 +1,9 @@
-"""RL-100's pipeline, stage by stage and seed by seed; beside it, what critics of the same log give without a model.
+"""RL-100's pipeline by stage and seed, and for comparison improvement by critics of the same log without a world model.
 
-`pipeline recipe=rl100` is run as anybody would run it (`recipe=rl100_pixels` where the task's policy sees). Then
-`offline` is given the same log and the same imitated policy with nothing but IQL's critic, twice: the best of several
-decisions are imitated, or chosen while acting; fitted Q evaluation on held-out episodes of the log judges both. Every
-stage has a run folder and is not run again once it is done. Source of the pipeline: RL-100, arXiv:2510.14830.
+`pipeline recipe=rl100` runs unchanged (`recipe=rl100_pixels` for policies with images). Then `offline` gets the same
+log and the same imitation policy, with IQL's critic only: the best of several sampled chunks are imitated, or selected
+while acting; fitted Q evaluation on held-out episodes of the log evaluates both. Every stage has a run folder and is
+not repeated once it is done. Source of the pipeline: RL-100, arXiv:2510.14830.
 """
 
 from collections.abc import Mapping

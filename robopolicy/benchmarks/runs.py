@@ -1,6 +1,6 @@
 """Shared parts of benchmarks: recordings, pre-training, world models and fine-tuning, each in its own run folder.
 
-A benchmark that was interrupted goes on where it stopped, and each of its runs can be looked at by itself.
+An interrupted benchmark resumes where it stopped, and each of its runs can be examined separately.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,9 +37,9 @@ TOKEN = (
 
 @dataclass(frozen=True)
 class Changes:
-    """Settings by which a pre-trained policy or a world model departs from every recipe, and from those of some tasks.
+    """Settings of a pre-trained policy or a world model that differ from the recipes.
 
-    always: settings everywhere; tasks: task -> further settings there.
+    always: settings for every task; tasks: task -> further settings.
     """
 
     always: tuple[str, ...] = ()
@@ -142,7 +142,9 @@ TUNED_BASES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to fine-tune. base: name of the pre-trained policy (`BASES`) it starts from; settings: of fine-tuning."""
+    """Settings of fine-tuning. base: name of the pre-trained policy (`BASES`) from which it starts; settings: of
+    `finetune`.
+    """
 
     base: str
     settings: tuple[str, ...] = ()
@@ -150,21 +152,21 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of fine-tuning left. result: result.json on base and tuned policy; records: metrics, by iteration."""
+    """Results of a fine-tuning run. result: result.json of base and tuned policy; records: metrics by iteration."""
 
     result: Mapping[str, Any]
     records: Sequence[Mapping[str, Any]]
 
 
 def settings_of(config: Config, root: Path, task: str, seed: int, recipe: str = "") -> list[str]:
-    """Return the settings that all runs of a benchmark on a task share; recipe: another one than the task's own."""
+    """Return the settings that all runs of a benchmark on a task share; recipe: instead of the task's own."""
     recipe_settings = (f"recipe={recipe}",) if recipe else RECIPES.get(task, (f"recipe={task}",))
     run = f"run.root={root / task}", f"run.seed={seed}", f"run.threads={config.run.threads}"
     return [*recipe_settings, *run, *config.bench.overrides]
 
 
 def seen_by(*cameras: str) -> tuple[str, ...]:
-    """Return the settings of a policy that sees its own joints and these cameras, and nothing else."""
+    """Return the settings of a policy that reads its own joints and these cameras only."""
     keys = ",".join(("observation.state", *(f"observation.images.{camera}" for camera in cameras)))
     return f"world.cameras=[{','.join(cameras)}]", f"policy.observation_keys=[{keys}]"
 
@@ -175,13 +177,13 @@ def demonstrations(root: Path, task: str, seed: int, name: str = "data") -> Path
 
 
 def recorded_for(task: str, base: str) -> tuple[str, list[str]]:
-    """Return the name under which the demonstrations of a base are recorded, and the settings of doing so."""
+    """Return the run name of a base policy's demonstrations, and the settings of their recording."""
     settings = [setting for setting in BASES[base].of(task) if setting.startswith("collect.")]
     return f"data_{base}" if settings else "data", settings
 
 
 def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
-    """Return the run folder of a base under root/task, after recording and training what is missing."""
+    """Return the run folder of a base policy under root/task; missing recording and training are run."""
     recording, recording_settings = recorded_for(task, name)
     base = root / task / "train" / name / str(seed)
     if not is_complete(base):
@@ -194,7 +196,7 @@ def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> P
 
 
 def logged(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
-    """Return the dataset that a base recorded of its own episodes, noise and all, after doing what is missing."""
+    """Return the dataset of a base policy's own episodes with exploration noise, recorded if it is missing."""
     run_folder = root / task / "collect" / f"log_{name}" / str(seed)
     if not is_complete(run_folder):
         policy = pretrained(config, root, task, name, seed) / "checkpoint"
@@ -204,9 +206,9 @@ def logged(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
 
 
 def modelled(config: Config, root: Path, task: str, label: str, seed: int, settings: Sequence[str]) -> Path:
-    """Return the run folder of a world model under root/task, trained with `settings` where it is missing.
+    """Return the run folder of a world model under root/task, trained with `settings` if it is missing.
 
-    A model with cameras records demonstrations of its own; others share those that policies learn from.
+    A model with cameras records its own demonstrations; others share the demonstrations of the policies.
     """
     folder = root / task / "worldmodel" / label / str(seed)
     if not is_complete(folder):
@@ -239,7 +241,7 @@ def run_variant(config: Config, root: Path, task: str, label: str, variant: Vari
 
 
 def few_iterations(config: Config, base: Path, folder: Path, seed: int) -> Mapping[str, Any]:
-    """Fine-tune the checkpoint `base` as config says, unjudged; return the last iteration's metrics."""
+    """Fine-tune the checkpoint `base` with config and without evaluation; return the metrics of the last iteration."""
     section, device = config.finetune, choose_device(config.run)
     learning = narrowed(FinetuneConfig, section)
     policy = load_trainable(base, config.lerobot, device)
@@ -254,7 +256,7 @@ def few_iterations(config: Config, base: Path, folder: Path, seed: int) -> Mappi
 
 
 def chosen_from(config: Config, known: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return bench.only, by default all that are `known`; ConfigError for one that is not."""
+    """Return bench.only, by default all of `known`; raises ConfigError for an unknown name."""
     for name in config.bench.only:
         if name not in known:
             raise ConfigError(
@@ -272,7 +274,7 @@ def each_task(config: Config, measure: Callable[[str, int], Any]) -> dict[str, d
 def each_row(
     config: Config, root: Path, names: Sequence[str], measure: Callable[[Config, Path, str, str, int], Any]
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return {task: {name: {seed: what `measure` found}}} of bench.tasks, `names` and bench.seeds."""
+    """Return {task: {name: {seed: result of `measure`}}} of bench.tasks, `names` and bench.seeds."""
     seeds = config.bench.seeds
     return {
         task: {name: {str(seed): measure(config, root, task, name, seed) for seed in seeds} for name in names}
@@ -281,9 +283,9 @@ def each_row(
 
 
 def each_seed(measure: Callable[[int, Path], dict[str, Any]]) -> Callable[[Config, Path], dict[str, Any]]:
-    """Return the measurement of a benchmark that asks one thing seed by seed.
+    """Return the results of a benchmark that is measured seed by seed.
 
-    measure: (seed, folder for what is worth keeping) -> figures; they are kept in <root>/<seed>.json and measured once.
+    measure: (seed, folder for its files) -> results; they are stored in <root>/<seed>.json and measured once.
     """
 
     def benchmark(config: Config, root: Path) -> dict[str, Any]:
@@ -299,5 +301,5 @@ def each_seed(measure: Callable[[int, Path], dict[str, Any]]) -> Callable[[Confi
 
 
 def expert(world: World, noise: float, seed: int) -> NoisyController:
-    """Return the expert of the task that `world` simulates, with Gaussian noise."""
+    """Return the scripted expert of the task that `world` simulates, with Gaussian noise."""
     return NoisyController(load_task(world.spec.name).expert(), Noise(gaussian=noise), seed, world.spec.action)

@@ -1,9 +1,9 @@
-"""From states to cameras: what a student learns of a teacher that sees more, beside imitation and PPO on the images.
+"""From states to cameras: distillation from a teacher with state access, compared with imitation and PPO on images.
 
-All policies see the scene at 64 px and their own joints, and nothing else. One imitates demonstrations, labelled by
-what the expert would have done without its noise, and is fine-tuned on the images; one does so too whose encoder had
-to tell the simulator's state beside; the others are taught where they lead themselves (DAgger): by the scripted expert,
-and by the policy that fine-tuning made of the simulator's state.
+All policies read the scene at 64 px and their own joints only. Arms: imitation of demonstrations with the expert's
+noise-free actions as labels, then PPO on images; the same with an auxiliary loss by which the encoder predicts the
+simulator's state; and DAgger on the student's own states, with the scripted expert as the teacher, or a policy
+fine-tuned on the simulator's state.
 """
 
 import time
@@ -50,14 +50,14 @@ BEFORE = {"ppo": "imitation", "telling_ppo": "telling"}
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"tasks": {task: {arm: {seed: figures}}}}, after running what is missing under `root`."""
+    """Return {"tasks": {task: {arm: {seed: results}}}}, running what is missing under `root`."""
     return {"tasks": each_row(config, root, chosen_from(config, ARMS), measure)}
 
 
 def measure(config: Config, root: Path, task: str, arm: str, seed: int) -> dict[str, Any]:
-    """Return an arm's success, with the minutes of everything that it took, kept in root/task/rows.
+    """Return an arm's success, with the minutes of all its stages, stored in root/task/rows.
 
-    An arm that was interrupted counts the minutes since it was taken up again.
+    An interrupted arm counts the minutes since it was resumed.
     """
     path = root / task / "rows" / arm / f"{seed}.json"
     if path.exists():
@@ -72,7 +72,7 @@ def measure(config: Config, root: Path, task: str, arm: str, seed: int) -> dict[
 
 
 def seeing(config: Config, root: Path, task: str, seed: int) -> list[str]:
-    """Return the settings of what sees."""
+    """Return the settings of policies with cameras."""
     camera_settings = seen_by(*CAMERAS.get(task, ("top",)))
     return [*SMALL, *UNFILMED, *camera_settings, *settings_of(config, root, task, seed)]
 
@@ -80,7 +80,7 @@ def seeing(config: Config, root: Path, task: str, seed: int) -> list[str]:
 def imitation(
     config: Config, root: Path, task: str, seed: int, name: str = "seen", more: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Imitate demonstrations that cameras filmed; name: of the run, more: its settings."""
+    """Imitate demonstrations with camera images; name: of the run, more: its settings."""
     shared_settings, place = seeing(config, root, task, seed), root / task / "train" / name / str(seed)
     data_folder = root / task / "collect" / "seen" / str(seed)
     if not is_complete(place):
@@ -90,7 +90,7 @@ def imitation(
 
 
 def ppo(config: Config, root: Path, task: str, seed: int, name: str = "seen") -> dict[str, Any]:
-    """Fine-tune on images the policy that imitated in the run of this name; its encoder stays as it is."""
+    """Fine-tune the imitation policy of the run of this name on images, with a frozen encoder."""
     place = root / task / "finetune" / name / str(seed)
     if not is_complete(place):
         policy = root / task / "train" / name / str(seed) / "checkpoint"
@@ -101,12 +101,12 @@ def ppo(config: Config, root: Path, task: str, seed: int, name: str = "seen") ->
 
 
 def taught_by_the_expert(config: Config, root: Path, task: str, seed: int) -> dict[str, Any]:
-    """Let the scripted expert teach."""
+    """Distil the scripted expert."""
     return _taught(config, root, task, seed, "expert", "expert")
 
 
 def taught_by_the_tuned(config: Config, root: Path, task: str, seed: int) -> dict[str, Any]:
-    """Let fine-tuning make a teacher that reads the state, and let that teach."""
+    """Fine-tune a teacher that reads the state, and distil it."""
     result = run_variant(config, root, task, "teacher", TUNED, seed).result
     teacher = root / task / "finetune" / "teacher" / str(seed) / "checkpoint"
     results = _taught(config, root, task, seed, "tuned", str(teacher))
@@ -141,7 +141,7 @@ LEARN: dict[str, Callable[[Config, Path, str, int], dict[str, Any]]] = {
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return a table a task, a line an arm."""
+    """Return one table per task, with one row per arm."""
     header = ["policy that sees", "success", "each seed [Wilson 95 %]", "with noise", "thousand steps", "minutes"]
     result_tables: list[Table] = []
     for task, arms in figures["tasks"].items():

@@ -1,8 +1,8 @@
-"""The native engine against pure physics, gymnasium's vector environments and Meta-World.
+"""Speed of the native engine compared with pure physics, Gymnasium's vector environments and Meta-World.
 
-Every arm runs in one process (gymnasium's AsyncVectorEnv has workers of its own), interleaved round-robin, and reports
-control steps per second: median, minimum and interquartile range over the rounds, and the CPU time of a step, in which
-all threads count. What has threads is measured on one as well, since Meta-World's environments have one.
+All arms alternate in one process (Gymnasium's AsyncVectorEnv has its own workers) and report control steps per second:
+median, minimum and interquartile range over the rounds, and the CPU time of a step, summed over threads. Arms with
+several threads are also measured with one, because Meta-World's environments have one.
 """
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
@@ -41,7 +41,7 @@ BARE = "metaworld push-v3: its environment as our adapter opens it"
 
 
 class Timing(NamedTuple):
-    """Control steps (or frames) a second, and seconds of processor that one took, in all threads of this process."""
+    """Control steps (or frames) per second, and CPU seconds per step, over all threads of this process."""
 
     rate: float
     cpu: float
@@ -52,14 +52,14 @@ Arm = Callable[[], Timing]
 
 
 def timed(steps: int, run: Callable[[], object]) -> Timing:
-    """Time `run`, which makes `steps` control steps."""
+    """Time `run`, which executes `steps` control steps."""
     begin, cpu_start = time.perf_counter(), time.process_time()
     run()
     return Timing(steps / (time.perf_counter() - begin), (time.process_time() - cpu_start) / steps)
 
 
 def native_arm(name: str, batch: int, chunk: int, threads: int) -> Arm:
-    """The engine with random actions, resets included."""
+    """Measure the engine with random actions, resets included."""
     task = load_task(name)
     world = MujocoWorld(task, batch, threads=threads, terminate_on_success=False)
     count = max(1, min(task.horizon, STEPS // batch) // chunk)
@@ -75,7 +75,9 @@ def native_arm(name: str, batch: int, chunk: int, threads: int) -> Arm:
 
 
 def physics_arm(name: str, batch: int, chunk: int, threads: int) -> Arm:
-    """The same model, threads, states and controls through `mujoco.rollout` alone: no observation, reward or reset."""
+    """Measure `mujoco.rollout` alone with the same model, threads, states and controls: no observation, reward or
+    reset.
+    """
     task = load_task(name)
     world = MujocoWorld(task, batch, threads=1)
     world.reset(seeds=np.arange(batch))
@@ -111,7 +113,7 @@ def physics_arm(name: str, batch: int, chunk: int, threads: int) -> Arm:
 
 
 def gymnasium_arm(envs: SyncVectorEnv | AsyncVectorEnv, steps: int) -> Arm:
-    """A gymnasium vector environment with random actions; it resets ended environments itself."""
+    """Measure a Gymnasium vector environment with random actions; it resets ended environments itself."""
     actions = np.random.default_rng(0).uniform(-1, 1, (steps, envs.num_envs, 2)).astype(np.float32)
     envs.reset(seed=0)
 
@@ -127,7 +129,9 @@ def gymnasium_arm(envs: SyncVectorEnv | AsyncVectorEnv, steps: int) -> Arm:
 
 
 def adapter_arms(chunk: int, rows: int = 4) -> tuple[Arm, Arm]:
-    """Our world of push-v3 in this process, and the same environments, starts and actions without the world."""
+    """Measure robopolicy's world of push-v3 in this process, and the same environments, initial states and actions
+    without it.
+    """
     world = make_metaworld_world("push-v3", rows, terminate_on_success=False)
     environments = [open_metaworld("push-v3") for _ in range(rows)]
     count = max(1, 96 // chunk)
@@ -157,7 +161,7 @@ def adapter_arms(chunk: int, rows: int = 4) -> tuple[Arm, Arm]:
 
 
 def metaworld_arms() -> tuple[Arm, Arm]:
-    """Meta-World's own push-v3 environment, and the physics inside it alone."""
+    """Measure Meta-World's own push-v3 environment, and the physics inside it alone."""
     metaworld = require_extra("metaworld", "metaworld")
     suite = metaworld.MT1("push-v3", seed=0)
     env = suite.train_classes["push-v3"]()
@@ -181,7 +185,7 @@ def metaworld_arms() -> tuple[Arm, Arm]:
 
 
 def render_arm(name: str, size: int = 64, frames: int = 200) -> Arm:
-    """Frames per second of the task's default camera on the calling thread."""
+    """Measure frames per second of the task's default camera on the calling thread."""
     world = MujocoWorld(load_task(name), frames, threads=1)
     world.reset(seeds=np.arange(frames))
     return lambda: timed(frames, lambda: world.render(height=size, width=size))
@@ -196,11 +200,11 @@ def benchmark_sims(
     like_metaworld: str = "stack",
     gymnasium_envs: Sequence[int] = (4, 16),
 ) -> dict[str, Any]:
-    """Measure every arm `rounds` times, interleaved, and return figures, ratios, bars and versions.
+    """Measure every arm `rounds` times, alternating, and return rates, ratios, thresholds and versions.
 
-    like_metaworld: our task whose physics per control step costs about as much as Meta-World's push-v3 (both costs are
-    reported); gymnasium_envs: sizes of the vector environments, the fastest of which counts. Raises ConfigError without
-    a round, or without the extra `metaworld`.
+    like_metaworld: the built-in task whose physics cost per control step is about that of Meta-World's push-v3 (both
+    costs are reported); gymnasium_envs: sizes of the vector environments, the fastest of which counts. Raises
+    ConfigError without a round, or without the extra `metaworld`.
     """
     if rounds < 1:
         raise ConfigError("A benchmark needs at least one round.")
@@ -248,7 +252,9 @@ def measure(arms: dict[str, Arm], rounds: int) -> dict[str, list[Timing]]:
 
 
 def report(timings: dict[str, list[Timing]], tasks: Sequence[str], like_metaworld: str) -> dict[str, Any]:
-    """Summarise timings; ratios are medians of the ratios within a round, so that a load on the machine cancels out."""
+    """Summarise timings; ratios are medians of the ratios within a round, so that a constant load on the machine
+    cancels out.
+    """
     samples = {name: [each.rate for each in values] for name, values in timings.items()}
     figures = {}
     for name, values in samples.items():
@@ -303,7 +309,7 @@ def report(timings: dict[str, list[Timing]], tasks: Sequence[str], like_metaworl
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return rates, ratios, and whether each bar is met; figures from before CPU time was measured have no column."""
+    """Return rates, ratios, and whether each threshold is reached; results without CPU time have no such column."""
     rates = [
         [name, *(f"{row[key]:,.0f}" for key in ("median", "min", "iqr"))] for name, row in figures["figures"].items()
     ]

@@ -1,9 +1,9 @@
-"""Writes the tables of results in the READMEs, and draws their plots, from assets/figures: no figure is ever typed.
+"""Writes the tables of results in the READMEs, and draws their plots, from assets/figures; no number is typed by hand.
 
-A table stands between `<!-- table:NAME -->` and `<!-- end -->`, NAME being a benchmark whose figures lie in
-assets/figures/NAME.json, where `robopolicy bench NAME json=assets/figures/NAME.json` puts them. Without them the place
-says which command makes them. A benchmark with a `picture` has it above its tables: assets/pictures/NAME.svg, which
-says of which figures it was drawn. `robopolicy bench tables` runs this.
+A table stands between `<!-- table:NAME -->` and `<!-- end -->`. NAME is a benchmark with results in
+assets/figures/NAME.json, written by `robopolicy bench NAME json=assets/figures/NAME.json`. Without results, the command
+that measures them stands there. The plot of a benchmark with a `picture` stands above its tables:
+assets/pictures/NAME.svg, which contains the checksum of its results. `robopolicy bench tables` runs this.
 """
 
 import hashlib
@@ -26,23 +26,23 @@ READMES = (HERE / "README.md", HERE.parents[1] / "README.md")
 
 
 def figures_of(name: str) -> Path:
-    """Return the path of a benchmark's published figures, which may not exist."""
+    """Return the path of a benchmark's published results, which may not exist."""
     return resource("assets", f"figures/{name}.json")
 
 
 def picture_of(name: str) -> Path:
-    """Return the path of the plot of a benchmark's published figures, which may not exist."""
+    """Return the path of the plot of a benchmark's published results, which may not exist."""
     return resource("assets", f"pictures/{name}.svg")
 
 
 def drawn_of(name: str) -> str:
-    """Return the comment with which the plot of benchmark `name` ends: the checksum of its published figures."""
+    """Return the comment at the end of the plot of benchmark `name`: the checksum of its published results."""
     checksum = hashlib.sha256(figures_of(name).read_bytes()).hexdigest()
     return f"<!-- drawn by robopolicy bench tables; sha256 of assets/figures/{name}.json: {checksum} -->\n"
 
 
 def draw(name: str) -> bool:
-    """Draw the plot of benchmark `name`; return False where it has none, or no published figures."""
+    """Draw the plot of benchmark `name`; return False if it has none, or no published results."""
     benchmark: Benchmark = BENCHMARKS.load(name)
     if benchmark.picture is None or not figures_of(name).exists():
         return False
@@ -61,9 +61,8 @@ def markdown(table: Table) -> str:
 
 
 def block(name: str, folder: Path) -> str:
-    """Return the text between the markers of benchmark `name` in the README in `folder`.
-
-    Raises ConfigError where there is no such name.
+    """Return the text between the markers of benchmark `name` in the README in `folder`. Raises ConfigError for an
+    unknown name.
     """
     benchmark: Benchmark = BENCHMARKS.load(name)
     path = figures_of(name)
@@ -78,14 +77,14 @@ def block(name: str, folder: Path) -> str:
 
 
 def written(text: str, folder: Path) -> str:
-    """Return the text of a README that lies in `folder`, with every table made anew."""
+    """Return the text of a README in `folder` with all tables updated."""
     return PLACE.sub(lambda match: f"<!-- table:{match[1]} -->\n{block(match[1], folder)}\n<!-- end -->", text)
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Write the READMEs' tables and draw their plots; return {"readmes": {file: its tables}, "pictures": [file]}.
 
-    Raises ConfigError outside of a checkout, where there are no READMEs to write.
+    Raises ConfigError outside a checkout, where there are no READMEs.
     """
     tables_of: dict[str, list[str]] = {}
     for path in READMES:
@@ -99,7 +98,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return the tables that were written and those whose figures are missing."""
+    """Return the written tables and those without results."""
     lines = [
         [
             name,

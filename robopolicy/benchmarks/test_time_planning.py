@@ -1,7 +1,7 @@
-"""A look ahead in a world model, without any training: the same policy beside itself, planning and not.
+"""Planning in a world model at test time, without further training: the same policy with and without it.
 
-Policies and models share no data: a model learns from recordings of its own seed. Of several candidates, each imagined
-some steps, the policy takes the one that the model thinks best of.
+Policies and models share no data: a model is trained on recordings of its own seed. Of several candidates, each
+imagined for some steps, the policy executes the one with the best predicted return.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def measure(config: Config, root: Path, task: str, plan: str, seed: int) -> dict[str, Any]:
-    """Return {"base" | "policy": {"deterministic" | "stochastic": rate}}: a policy alone, and looking ahead."""
+    """Return {"base" | "policy": {"deterministic" | "stochastic": rate}}: a policy without and with planning."""
     label = plan.replace(" ", "_")
     result = root / task / "evaluate" / label / str(seed) / "result.json"
     if not result.exists():
@@ -57,7 +57,7 @@ def measure(config: Config, root: Path, task: str, plan: str, seed: int) -> dict
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return a row a task and plan."""
+    """Return one row per task and plan."""
     header = ["task, plan", "alone: mean over seeds (range)", "looking ahead", "each seed, looking ahead"]
     lines = []
     for task, plans in figures["tasks"].items():

@@ -1,9 +1,9 @@
-"""LeRobot's SmolVLA and pi0 with random weights, as small as a laptop asks: for trying what tunes the large ones.
+"""LeRobot's SmolVLA and pi0 with random weights in laptop sizes, to test code that fine-tunes the full-size ones.
 
-They are LeRobot's own classes, written to disk as LeRobot writes them, processors included; only their sizes are ours.
-The language models of the large ones have been taught elsewhere, and rest while an expert learns to act; here
-`taught_to_see` stands in for that. The sizes of pi0, pi05 and pi0_fast are literals in LeRobot's code, so `pi_of` must
-be around all that makes or loads one.
+They have LeRobot's own classes, written as LeRobot writes them, with processors; only the sizes differ. The language
+models of the large ones are pre-trained, and frozen while an action expert is trained; here `taught_to_see` takes the
+place of that pre-training. The sizes of pi0, pi05 and pi0_fast are literals in LeRobot's code, so every construction or
+loading of one must be inside `pi_of`.
 """
 
 import io
@@ -45,9 +45,11 @@ PI_HEADS = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """image, patch: px of a side; seen: width and layers of the vision transformer; read: of the language model; head:
-    width of an attention head; shared: how many of the language model's share their keys; acts: width of the expert, of
-    as many layers; chunk: steps predicted and executed; steps: of the flow.
+    """Sizes of a tiny VLA.
+
+    image, patch: px of a side; seen: width and layers of the vision transformer; read: of the language model; head:
+    width of an attention head; shared: number of the language model's heads that share their keys; acts: width of the
+    expert, which has as many layers; chunk: steps predicted and executed; steps: of the flow.
     """
 
     image: int = 64
@@ -62,7 +64,7 @@ class Sizes:
 
     @property
     def heads(self) -> dict[str, int]:
-        """Attention heads of the language model, as transformers' configs have them."""
+        """Number of attention heads of the language model, for transformers' configs."""
         count = max(1, self.read[0] // self.head)
         return {
             "num_attention_heads": count,
@@ -72,7 +74,7 @@ class Sizes:
 
     @property
     def vision(self) -> dict[str, int]:
-        """The vision transformer, as transformers' configs have it."""
+        """Config of the vision transformer, for transformers."""
         width, layers = self.seen
         return {
             "hidden_size": width,
@@ -87,7 +89,8 @@ class Sizes:
 def tokenizer_of(words: Iterable[str], special: Mapping[str, str] = SPECIAL, **known: str) -> Any:
     """Return a fast tokenizer of words, built in memory.
 
-    special: further tokens by attribute, SmolVLM's by default; known: such as transformers knows (bos_token="<bos>").
+    special: further tokens by attribute, SmolVLM's by default; known: tokens that transformers names
+    (bos_token="<bos>").
     """
     tokenizers = require_extra("tokenizers", EXTRA)
     transformers = require_extra("transformers", EXTRA)
@@ -102,8 +105,8 @@ def tokenizer_of(words: Iterable[str], special: Mapping[str, str] = SPECIAL, **k
 def write_tiny(kind: str, folder: Path, dataset: Path, camera: str, sizes: Sizes, seed: int) -> Path:
     """Write an untrained policy that reads the robot's state and one camera, and return its folder.
 
-    kind: smolvla or pi0; dataset: a LeRobotDataset that it shall learn from, which gives shapes, statistics and
-    instructions; camera: key of its images, [height, width, 3].
+    kind: smolvla or pi0; dataset: its training data, a LeRobotDataset, for shapes, statistics and instructions; camera:
+    key of its images, [height, width, 3].
     """
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.factory import get_policy_class
@@ -148,10 +151,11 @@ def write_tiny(kind: str, folder: Path, dataset: Path, camera: str, sizes: Sizes
 
 
 def taught_to_see(folder: Path, dataset: Path, target: Path, steps: int, seed: int) -> Path:
-    """Teach what reads of the policy in `folder` where things are, write it to `target`, and return that.
+    """Pre-train the vision-language model of the policy in `folder` to encode object positions, write it to `target`,
+    and return `target`.
 
-    From what its language model's last layer passes on, a linear head, thrown away afterwards, says the environment's
-    state as `dataset` recorded it, in standard deviations. What acts stays as it was.
+    A linear head, discarded afterwards, predicts the environment's state in `dataset` from the last layer of the
+    language model, in standard deviations. The action expert is unchanged.
     """
     settings = LeRobotSettings(tuning=LeRobotTuning(trainable=TrainableWeights.ALL))
     policy = trainable_lerobot(load_lerobot_policy(folder, settings=settings))
@@ -166,7 +170,7 @@ def taught_to_see(folder: Path, dataset: Path, target: Path, steps: int, seed: i
 
 
 class _Pupil(nn.Module):
-    """What reads of a policy, and a head that says the environment's state from it."""
+    """The vision-language model of a policy, and a head that predicts the environment's state from it."""
 
     def __init__(self, policy: DenoisingPolicy, episodes: Episodes):
         super().__init__()
@@ -188,10 +192,10 @@ class _Pupil(nn.Module):
 
 
 def spread(network: nn.Module) -> None:
-    """Draw the weights of linear layers anew, with variance 1 / inputs.
+    """Initialise the weights of linear layers again, with variance 1 / inputs.
 
-    transformers draws all of them with deviation .02, made for widths of thousands: at a width of 96 a layer passes on
-    a fifth of its input, and attention is even everywhere.
+    transformers initialises all of them with standard deviation .02, meant for widths of thousands: at a width of 96 a
+    layer's output is a fifth of its input, and attention is uniform.
     """
     for module in network.modules():
         if isinstance(module, nn.Linear):
@@ -219,7 +223,7 @@ def _smolvla(folder: Path, words: Any, sizes: Sizes, shared: Mapping[str, Any], 
 
 
 def write_smolvlm(folder: Path, words: Any, sizes: Sizes) -> Path:
-    """Write config, processor and tokenizer of the SmolVLM that a SmolVLA asks for, and return `folder`."""
+    """Write config, processor and tokenizer of the SmolVLM that a SmolVLA names, and return `folder`."""
     transformers = require_extra("transformers", EXTRA)
     width, layers = sizes.read
     text = {
@@ -270,7 +274,7 @@ def pi_processors(config: Any, statistics: Mapping[str, Any], tokenizer: Path) -
 
 @contextmanager
 def pi_of(sizes: Sizes, vocabulary: int = 256) -> Iterator[None]:
-    """Let LeRobot's pi0, pi05 and pi0_fast have these sizes and this vocabulary size."""
+    """Give LeRobot's pi0, pi05 and pi0_fast these sizes and this vocabulary size inside the context."""
     from lerobot.policies.pi0 import modeling_pi0
     from lerobot.policies.pi0_fast import modeling_pi0_fast
     from lerobot.policies.pi05 import modeling_pi05

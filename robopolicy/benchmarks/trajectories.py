@@ -1,9 +1,9 @@
-"""Policy-guided diffusion: are its trajectories on-policy, are they true, and do agents learn from them?
+"""Policy-guided diffusion: whether its trajectories are on-policy and accurate, and whether agents learn from them.
 
-Truth: push_cube's simulator replays trajectories from their own first states with their own actions. Data is narrow
-there, nearly clean demonstrations, and a policy rolled out step by step leaves what an ensemble knows. Learning:
-reach_planar, where few, nearly random actions are recorded and a better policy goes where fewer went.
-Source: Jackson et al. 2024, arXiv:2404.06356; the ensemble beside it rolls the target policy out step by step.
+Accuracy: push_cube's simulator replays trajectories from their own first states with their own actions. The data are
+narrow, nearly clean demonstrations, and step-by-step rollouts leave the region that an ensemble knows. Learning:
+reach_planar with few, nearly random recorded actions, where a better policy visits states with few data. Source:
+Jackson et al. 2024, arXiv:2404.06356; the baseline is an ensemble in which the target policy is rolled out.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,10 +45,12 @@ SHOWN = (1, 8, 16, 31)
 
 @dataclass(frozen=True)
 class Scale:
-    """recorded, noise: control steps of data and how noisily the expert acts, where truth is asked; taught_recorded,
-    taught_noise: where agents learn; fit, taught_fit: training steps of the generators (and of the ensemble);
-    synthetic: subsequences generated at a time, of taught_length steps; updates: of an agent; refresh: updates between
-    generations; share: of a batch, synthetic steps; guidance: strengths compared; taught_by: strengths that teach.
+    """Sizes of the measurement.
+
+    recorded, noise: control steps of data and noise of the expert, for accuracy; taught_recorded, taught_noise: for
+    learning; fit, taught_fit: training steps of the generators (and of the ensemble); synthetic: number of subsequences
+    per generation, of taught_length steps; updates: of an agent; refresh: updates between generations; share: fraction
+    of synthetic steps in a batch; guidance: guidance strengths that are compared; taught_by: strengths for learning.
     """
 
     recorded: int = 3000
@@ -83,13 +85,13 @@ def collect(task: str, seed: int, steps: int, noise: float) -> Episodes:
 
 
 def batch_of(data: Transitions, interface: Interface, bonus: Tensor | None = None) -> Transitions:
-    """Return transitions as agents take them: actions in [-1, 1]."""
+    """Return transitions for agents: actions in [-1, 1]."""
     reward = data.reward if bonus is None else data.reward + bonus
     return replace(data, action=interface.to_agent(data.action), reward=reward).check()
 
 
 def recorded_batch(episodes: Episodes, interface: Interface) -> Transitions:
-    """Return recorded transitions, success paid as the world pays it."""
+    """Return recorded transitions with the world's rewards for success."""
     data = recorded_transitions(episodes)
     assert episodes.reward is not None
     return batch_of(data, interface, episodes.reward - data.reward)
@@ -140,7 +142,7 @@ def likelihood(agent: Td3Bc, interface: Interface) -> Callable[[Tensor, Tensor],
 
 
 def measure(seed: int, scale: Scale) -> dict[str, Any]:
-    """Return likelihood and error by strength of guidance, the ensemble's error, and the success of agents."""
+    """Return likelihood and error by guidance strength, the ensemble's error, and the success of agents."""
     return {**truth_by_guidance(seed, scale), "agents": agents_trained(seed, scale)}
 
 
@@ -170,7 +172,7 @@ def truth_by_guidance(seed: int, scale: Scale) -> dict[str, Any]:
 
 
 def agents_trained(seed: int, scale: Scale) -> dict[str, Any]:
-    """Return the success of agents on real data and on generated data beside it, by what they learned from."""
+    """Return the success of agents by training data: real data, and real with generated data."""
     episodes = collect(TAUGHT_TASK, seed, scale.taught_recorded, scale.taught_noise)
     world, generators = make_world(TAUGHT_TASK, EPISODES, seed=seed), Generators(seed)
     interface, config = Interface.of(world.spec), replace(scale.trajectories, length=scale.taught_length)

@@ -1,8 +1,8 @@
-"""The latent video model at 64 px: does it follow actions, what are memory and bootstrapping worth, how fast is it?
+"""The latent video model at 64 px: action following, the effect of memory and bootstrapping, and speed.
 
-It learns from episodes of the expert at graded noise and is judged on other, longer ones, in which success comes late
-or never. Two fixed cameras see all of push_cube; the wrist's camera loses sight of pick_place's cube, then finds it
-again. Ablations share autoencoder and readout with the model; only their dynamics are their own.
+It is trained on episodes of the expert at graded noise and evaluated on longer ones, in which success comes late or
+never. Two fixed cameras show all of push_cube; the wrist camera of pick_place loses sight of the cube and finds it
+again. Ablations share autoencoder and readout with the model; only their dynamics are trained separately.
 """
 
 import time
@@ -47,10 +47,13 @@ ABLATIONS: dict[str, dict[str, Any]] = {"no memory": {"memory": 0}, "no bootstra
 
 @dataclass(frozen=True)
 class Scale:
-    """task, cameras: what is imitated; ablations: names; recorded: control steps of data; fit: training steps of the
-    dynamics, the other stages' shares are the model's; rate: learning rate; noise: levels of the data; judged: episodes
-    that are followed, from step `begin` for at least `followed` steps, at the levels judged_noise, with a time limit of
-    `length`; horizons: where they are compared; filmed: episodes in the video; timed: frames that the clock sees.
+    """Sizes of the measurement.
+
+    task, cameras: the simulated scene; ablations: names; recorded: control steps of data; fit: training steps of the
+    dynamics, in proportion to the other stages as in the model; rate: learning rate; noise: noise levels of the data;
+    judged: evaluation episodes, from step `begin` for at least `followed` steps, at the noise levels judged_noise, with
+    a time limit of `length`; horizons: of the comparison; filmed: episodes in the video; timed: number of frames for
+    the speed measurement.
     """
 
     task: str = "push_cube"
@@ -89,7 +92,7 @@ def collect(seed: int, scale: Scale) -> Episodes:
 
 
 def judged_episodes(seed: int, scale: Scale) -> Episodes:
-    """Return the first episodes at every level of judged_noise that are long enough to be followed."""
+    """Return the first episodes at every level of judged_noise that are long enough."""
     selections, count = [], -(-scale.judged // len(scale.judged_noise))
     for level in scale.judged_noise:
         long: list[Episodes] = []
@@ -116,7 +119,7 @@ def _player(
 
 
 def trained(seed: int, scale: Scale, episodes: Episodes, folder: Path) -> dict[str, VideoModel]:
-    """Return the model and its ablations, read from `folder` or trained and kept there."""
+    """Return the model and its ablations, read from `folder` or trained and stored there."""
     task = load_task(scale.task)
     world = MujocoWorld(task, 1, cameras=scale.cameras, image_size=64)
     spec, models = world.spec, {}
@@ -145,7 +148,9 @@ def trained(seed: int, scale: Scale, episodes: Episodes, folder: Path) -> dict[s
 
 @torch.no_grad()
 def speed(model: VideoModel, episodes: Episodes, rows: int, frames: int) -> dict[str, float]:
-    """Return generated frames a second, all cameras being one frame, one by one and in chunks, for `rows` at a time."""
+    """Return generated frames per second (all cameras count as one frame), one by one and in chunks, with batch size
+    `rows`.
+    """
     begin = episodes.starts[:1].expand(rows)
     latent = model.initial(context_at(episodes, begin, model.context), np.arange(rows))
     actions = episodes.actions[begin[:, None] + torch.arange(frames)]
@@ -162,7 +167,7 @@ def speed(model: VideoModel, episodes: Episodes, rows: int, frames: int) -> dict
 
 
 def averaged(figures: dict[str, dict[str, dict[str, float]]], ending: str) -> dict[str, dict[str, float]]:
-    """Return horizon -> figures of images, averaged over cameras; ending: of their keys, SSIM or "" for PSNR."""
+    """Return horizon -> image metrics, averaged over cameras; ending: of their keys, SSIM or "" for PSNR."""
     means = {}
     for horizon, by_key in figures.items():
         rows = [
@@ -175,7 +180,9 @@ def averaged(figures: dict[str, dict[str, dict[str, float]]], ending: str) -> di
 
 
 def measure(seed: int, scale: Scale, folder: Path) -> dict[str, Any]:
-    """Return PSNR and SSIM by horizon of model and ablations, of shuffled actions and copying, and frames a second."""
+    """Return PSNR and SSIM by horizon of the model, its ablations, shuffled actions and copying the first frame, and
+    frames per second.
+    """
     models = trained(seed, scale, collect(seed, scale), folder)
     held_out = judged_episodes(seed, scale)
     begin = held_out.starts + scale.begin
@@ -202,7 +209,7 @@ SHOWN = (*HORIZONS, 75, 100)
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return quality by horizon, and generated frames a second, means of the seeds."""
+    """Return quality by horizon, and generated frames per second, means over the seeds."""
     runs, result_tables = list(figures["seeds"].values()), []
     for setting, first in runs[0].items():
         title, arms = setting.replace("_", " "), [name for name in first if name in (MODEL, *ABLATIONS)]
@@ -225,7 +232,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
-    """Return plots of quality against the horizon for the first seed, and the films of all."""
+    """Return plots of quality against the horizon for the first seed, and the videos of all."""
     plots = []
     for setting, first in next(iter(figures["seeds"].values())).items():
         cameras, title = first[MODEL]["cameras"], setting.replace("_", " ")

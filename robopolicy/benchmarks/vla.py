@@ -1,11 +1,11 @@
-"""Do PPO in the flow and a teacher raise what LeRobot's own policies learned by imitation? Are they LeRobot's again?
+"""PPO and DAgger on LeRobot's own policies after imitation, and a check that LeRobot loads the results.
 
-A SmolVLA and a pi0 with random weights (`tiny_vla`) are taught to see, for nobody has taught their language models
-before. Then their experts learn by LeRobot's own loss from demonstrations that a camera filmed, while what reads rests;
-and from there by PPO from the simulator's reward, or of the scripted expert, which says what it would have done where
-they lead (DAgger). They read the robot's joints, the picture and the instruction; critic and script alone read where
-things are. They are judged on the same starts before and after. The checkpoint that comes out is loaded by LeRobot's
-own classes, whose decisions from the same noise are compared with ours.
+A SmolVLA and a pi0 with random weights (`tiny_vla`) are first pre-trained to encode images, because their language
+models are not pre-trained. Their action experts are then trained with LeRobot's own loss on demonstrations with camera
+images, with a frozen vision-language model; and from there by PPO on the simulator's reward, or by DAgger with labels
+of the scripted expert. They read the robot's joints, images and the instruction; only the critic and the scripted
+expert read object positions. They are evaluated from the same initial states before and after. LeRobot's own classes
+load the resulting checkpoint, and their actions from the same noise are compared with robopolicy's.
 """
 
 from collections.abc import Callable, Mapping
@@ -87,7 +87,7 @@ TUNING = (
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"kinds": {arm: {seed: row}}}, after measuring those that are asked for."""
+    """Return {"kinds": {arm: {seed: row}}}, after measuring the selected ones."""
     for arm in chosen_from(config, ARMS):
         for seed in config.bench.seeds:
             path = root / "rows" / arm / f"{seed}.json"
@@ -122,7 +122,7 @@ def measure(config: Config, root: Path, arm: str, seed: int) -> dict[str, Any]:
 
 
 def imitated(root: Path, kind: str, seed: int, composed: Composed) -> Path:
-    """Return the checkpoint of a policy that imitates demonstrations, after recording and learning what is missing."""
+    """Return the checkpoint of an imitation policy; missing recording and training are run."""
     data_run, base = root / "collect" / "data" / str(seed), root / "train" / kind / str(seed)
     if not is_complete(data_run):
         collect.run(composed("run.name=data", *DEMONSTRATIONS))
@@ -139,7 +139,7 @@ def imitated(root: Path, kind: str, seed: int, composed: Composed) -> Path:
 
 
 def tuned(root: Path, kind: str, base: Path, seed: int, composed: Composed) -> tuple[Path, dict[str, Any]]:
-    """Fine-tune `base` by PPO; return the run's folder and what came of it."""
+    """Fine-tune `base` by PPO; return the run's folder and its results."""
     folder = root / "finetune" / kind / str(seed)
     if not is_complete(folder):
         finetune.run(composed(*TUNING, f"run.name={kind}", f"finetune.policy={base}"))
@@ -152,7 +152,7 @@ def tuned(root: Path, kind: str, base: Path, seed: int, composed: Composed) -> t
 
 
 def taught(root: Path, kind: str, base: Path, seed: int, composed: Composed) -> tuple[Path, dict[str, Any]]:
-    """Let the script teach `base`; return the run's folder and what came of it."""
+    """Distil the scripted expert into `base`; return the run's folder and its results."""
     folder, evaluation_folder = (root / verb / kind / str(seed) for verb in ("teach", "evaluate"))
     if not is_complete(folder):
         teach.run(composed(*STUDENT, *TEACHING, f"run.name={kind}", f"policy.path={base}"))
@@ -173,9 +173,10 @@ def taught(root: Path, kind: str, base: Path, seed: int, composed: Composed) -> 
 
 @torch.no_grad()
 def compared(config: Config, checkpoint: Path) -> dict[str, float]:
-    """Return the largest differences: of scores computed again, and of LeRobot's decisions from ours.
+    """Return the largest differences between LeRobot's classes and robopolicy's.
 
-    score_difference: of the log-probability of one step of the flow; action_difference: in the world's units.
+    score_difference: of the recomputed log-probability of one step of the flow; action_difference: of actions in the
+    world's units.
     """
     policy = load_trainable(checkpoint, config.lerobot)
     world = build_world(config.world, policy, batch_size=COMPARED)
@@ -209,7 +210,7 @@ def lerobots_chunk(checkpoint: Path, observation: TensorObservation, noise: Tens
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return success before and after, with and without exploration noise, and what LeRobot makes of the checkpoint."""
+    """Return success before and after, with and without exploration noise, and differences from LeRobot's classes."""
     success, difference_rows = [], []
     for arm, seed_rows in figures["kinds"].items():
         rows = list(seed_rows.values())

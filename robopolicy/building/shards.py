@@ -120,16 +120,16 @@ class OneAtATime:
         self._lock = threading.Lock()
 
     def put(self, value: Any) -> Any:
-        """See `Pool`."""
+        """Store a value in the pool; return its handle."""
         return self.pool.put(value)
 
     def map(self, function: str, items: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
-        """See `Pool`."""
+        """Yield (index of the item, result of `function`) as `Pool.map`, once no other thread does."""
         with self._lock:
             yield from self.pool.map(function, items)
 
     def close(self) -> None:
-        """See `Pool`."""
+        """Close the pool."""
         self.pool.close()
 
 

@@ -1,6 +1,6 @@
-"""Describe what a path is, in words: the type of a file by its first bytes, or the content of a folder.
+"""Describes the content of a path: the type of a file by its first bytes, or the content of a folder.
 
-Messages about a path that exists but cannot be used say what it is, instead of what was not found in it.
+Error messages about an existing path that cannot be used name its type, instead of what is missing in it.
 """
 
 import stat

@@ -74,7 +74,8 @@ class Pool(Protocol):
     def map(self, function: str, items: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
         """Yield (index of the item, result of `function`), once per item, in order of arrival.
 
-        function: import path, "package.module:function". Raises the error of an item; items that run meanwhile stop.
+        function: import path, "package.module:function". Raises the error of an item; the other items in progress are
+        stopped.
         """
         ...
 

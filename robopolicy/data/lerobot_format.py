@@ -98,12 +98,12 @@ def write_dataset(
 def write_parts(
     parts: Iterable[Episodes], folder: Path, *, images: Literal["video", "png"], advance: Advance
 ) -> tuple[int, int]:
-    """Write episodes that come part by part to `folder` as one LeRobotDataset v3, replacing an existing one; return the
-    numbers of episodes and of steps.
+    """Write episodes that are produced in parts to `folder` as one LeRobotDataset v3, replacing an existing one; return
+    the numbers of episodes and of steps.
 
-    No more than one part is in memory, and of parts that lack it no picture after the last action is stored. advance:
-    called for every episode and every video of one. Raises StorageError as `write_dataset`, and what `parts` raise; the
-    old folder is left then.
+    At most one part is in memory. If a part has no image after the last action, none is stored for its episodes.
+    advance: called for every episode and every video of an episode. Raises StorageError as `write_dataset`, and the
+    errors of `parts`; the old folder then stays.
     """
     counts: list[int] = [0, 0]
 

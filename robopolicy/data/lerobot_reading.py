@@ -6,9 +6,9 @@ may be missing (None, or `final_known` False). Only numeric and image columns `o
 columns are read; images are returned as uint8, height x width x 3. Every image column is a camera: `observation.image`
 is read as `observation.images.image`.
 
-A dataset that somebody else recorded may call its columns `image`, `state` and `actions`, and its elements `motor_0`;
-policies read `observation.*` and `action`. Other names, given as {its name: our name}, change where columns are read,
-the files stay as they are.
+Datasets of other projects may name their columns `image`, `state` and `actions`, and their elements `motor_0`; policies
+read `observation.*` and `action`. A mapping {dataset's name: policy's name} renames columns on reading, without
+changing the files.
 """
 
 import math

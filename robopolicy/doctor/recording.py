@@ -107,7 +107,7 @@ def truncated(which: np.ndarray, lengths: np.ndarray, count: int, horizon: int) 
 
 
 def check_instructions(episodes: Episodes, world: World, reads_text: bool | None = None) -> list[Finding]:
-    """Compare instructions with those that the world knows and, at the same seeds, gives.
+    """Compare the data's instructions with the texts that the world accepts and those that it gives at the same seeds.
 
     If both have a single one, or the policy reads none (reads_text False), different wording does not matter.
     """

@@ -210,9 +210,9 @@ def deploy(
 ) -> Deployed:
     """Play an episode for each of `seeds` [E], in batches of the world's batch size, and return the results.
 
-    The share changes between batches, so unlike in an evaluation the batch size affects the result. deployment: chooses
-    the share of every batch and receives its outcomes; None replaces the base at once. Both policies act without
-    exploration noise. Raises ConfigError as `MixedPolicy` does.
+    The fraction of episodes with the new policy changes between batches, so unlike in an evaluation the batch size
+    affects the result. deployment: chooses this fraction for every batch and receives its outcomes; None replaces the
+    base at once. Both policies act without exploration noise. Raises ConfigError as `MixedPolicy` does.
     """
     shares: list[float] = []
     success: list[Array] = []

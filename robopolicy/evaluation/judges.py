@@ -147,8 +147,8 @@ class FqeEvaluator:
 
     deterministic: evaluate the policy without exploration noise, as it will be used. Every policy is fitted with the
     same random numbers. `clipped` stores for each call the fraction of targets outside the reward bounds: a fit above
-    the alarm level has diverged and is not reliable. When a policy leaves the data, a fit without divergence is
-    optimistic too: measured on push_cube, it accepted a policy that was worse by 12 points.
+    the alarm level has diverged and is not reliable. For a policy that leaves the data, a fit that has not diverged is
+    optimistic as well: measured on push_cube, it accepted a policy that was worse by 12 points.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
 """Lean engine: the reference's actions, to 1e-5, without computations that only training needs.
 
-Time embeddings are computed once for a checkpoint, the observation's part of the network once for a decision, and a
-step's schedule is a few numbers (`samplers`). Nothing is scored, recorded or checked between noise and action; what
-goes in and what comes out is. Our networks are so small that calling a layer costs more than computing it, so they are
-computed in as few calls as can be. Token policies read each instruction once: it comes first and sees nothing of what
-follows, so what a language model makes of it, its keys and values, is kept from decision to decision.
+Time embeddings are computed once per checkpoint, the network's terms of the observation once per policy call, and a
+step's schedule is a few numbers (`samplers`). Inputs and outputs are validated; between them nothing is validated or
+stored, and no log-probability is computed. The networks are so small that calling a layer takes longer than computing
+it, so there are as few calls as possible. Token policies process each instruction once: it is the start of the prompt
+and does not attend to later tokens, so its keys and values are cached between policy calls.
 
-Axes: B row, K step, P predicted step, C executed step, A action dimension, W width, M what a time or a condition adds
-to a network's first layer, or all its modulations.
+Axes: B row, K step, P predicted step, C executed step, A action dimension, W width, M summands that a time or a
+condition adds to a network's first layer, or all its modulations.
 """
 
 import copy

@@ -1,16 +1,16 @@
 """Lean inference of LeRobot's denoising policies: the same chunks without repeated computations.
 
-Of `diffusion` and `multi_task_dit` (0.6.1), what depends on the step alone is computed once for the policy, and what
-depends on the observation alone once for a decision. The modulation of a block is linear in SiLU or Mish of [t; c], so
-W f([t; c]) + b is a table over the steps plus one product with c; in adaLN that product is most of a step at batch 1.
-A step of the scheduler is a weighted sum with six weights. On a CPU layers find their weights in the layout that they
-are multiplied in, instead of bringing them into it at every call (which is most of a convolution over 16 steps).
-Features of an instruction are kept from decision to decision, because LeRobot's text encoder is frozen. Random numbers
-are drawn in LeRobot's order.
+For `diffusion` and `multi_task_dit` (0.6.1), terms that depend on the step alone are computed once per policy, and
+terms that depend on the observation alone once per policy call. The modulation of a block is linear in SiLU or Mish of
+[t; c], so W f([t; c]) + b is a table over the steps plus one product with c; in adaLN that product is most of a step at
+batch 1. A step of the scheduler is a weighted sum with six weights. On a CPU, weights are stored in the memory layout
+of their matrix products, instead of being converted in every call (which is most of a convolution over 16 steps).
+Features of an instruction are cached between policy calls, because LeRobot's text encoder is frozen. Random numbers are
+drawn in LeRobot's order.
 
-What is left of a network is a function of latents [B, T, A] and the index of a time. It asks for its residual branches,
-by their numbers, so that somebody may remember them (`robopolicy.nn.branches.Blocks`). Axes: B row, T predicted step, A
-action dimension, K evaluation of the network, C channel, H width, L block.
+The remaining network is a function of latents [B, T, A] and the index of a time. It requests its residual branches by
+number, so that they can be cached (`robopolicy.nn.branches.Blocks`). Axes: B row, T predicted step, A action dimension,
+K evaluation of the network, C channel, H width, L block.
 """
 
 import copy

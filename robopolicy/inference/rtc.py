@@ -70,8 +70,8 @@ def lerobot_rtc(policy: Policy, delay: Delay, max_guidance_weight: float = 10.0,
 
 
 def trained_rtc(policy: Policy, delay: Delay) -> Policy:
-    """Training-time real-time chunking (Black et al. 2025, arXiv:2512.05964): the network is conditioned on the d
-    steps.
+    """Training-time real-time chunking (Black et al. 2025, arXiv:2512.05964): the network is conditioned on the d steps
+    that are executed meanwhile.
 
     It was trained to continue them (policy.prefix_steps), so there is no differentiation and no guidance. Raises
     ConfigError for policies that do not denoise, and for those not trained this way or with fewer prefix steps.

@@ -205,7 +205,8 @@ class WordEncoder(nn.Module):
 
 
 class Modulation(nn.Module):
-    """FiLM conditioning of observation features on text: scale(text) * layer(seen) + shift(text) (arXiv:1709.07871).
+    """FiLM conditioning of observation features on text: scale(text) * layer(features) + shift(text)
+    (arXiv:1709.07871).
 
     seen, features: sizes of the observation features and of the text vector. With plain concatenation a network would
     first have to learn this product, e.g. which of three positions the text refers to; FiLM expresses it in one layer.

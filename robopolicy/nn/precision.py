@@ -4,15 +4,14 @@ World models use a separate precision, see `autocast`. Policies and critics trai
 weights, gradients, Adam's moments, sums of log-probabilities, advantages and losses are always fp32. Only the precision
 of matrix multiplications differs, which are most of the computation.
 
-- fp32: nothing differs.
-- bf16: networks that go through `run_in_training_precision` run in bfloat16 (denoisers between noisy actions and
-prediction, the
-  hidden layers of critics; our encoders of observations do not), and so do the transformers of `lowering`: language
-  models with what they see, LeRobot's encoders, whose keys and values are then kept in bfloat16. Heads of tokens are
-  fp32, backward passes follow. A policy acts and is scored through the same calls, so ratios still begin at 1: exactly
-  on an x86 CPU where a row's products do not depend on how many rows there are, elsewhere up to their rounding
-  (`tolerance_in`).
-- bf16_backward: forward passes are those of fp32, to the last bit; the products of the backward pass are bfloat16.
+- fp32: all products in fp32.
+- bf16: networks that run through `run_in_training_precision` use bfloat16 (denoisers between noisy actions and
+  prediction, the hidden layers of critics; not robopolicy's encoders of observations), and so do the transformers of
+  `lowering`: vision-language models, LeRobot's encoders, whose keys and values are then cached in bfloat16. Heads of
+  tokens use fp32; backward passes use the precision of the forward pass. Acting and log-probabilities run through the
+  same calls, so ratios still start at 1: exactly on an x86 CPU where the products of a row do not depend on the number
+  of rows, elsewhere up to their rounding (`tolerance_in`).
+- bf16_backward: forward passes equal those of fp32 bit for bit; the products of the backward pass are bfloat16.
 """
 
 import warnings

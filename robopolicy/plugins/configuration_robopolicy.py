@@ -14,8 +14,8 @@ from robopolicy.core.errors import ConfigError
 class RobopolicyConfig(PreTrainedConfig):
     """A robopolicy checkpoint as a LeRobot policy; its features come from the checkpoint.
 
-    checkpoint: the folder that `robopolicy train` or `finetune` wrote, None in a folder that was exported, which holds
-    it; deterministic: act without exploration noise; seed: of the policy's noise.
+    checkpoint: the folder that `robopolicy train` or `finetune` wrote, None for an exported folder, which contains it;
+    deterministic: act without exploration noise; seed: of the policy's noise.
     """
 
     checkpoint: Path | None = None

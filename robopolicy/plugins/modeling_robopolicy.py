@@ -35,13 +35,13 @@ LARGEST_IMAGE = 3 * 8192 * 8192
 
 
 class RobopolicyPolicy(PreTrainedPolicy):
-    """A robopolicy checkpoint, in the form in which LeRobot's commands run policies.
+    """A robopolicy checkpoint as a policy of LeRobot's commands.
 
-    Every row has the history that the policy reads, and all rows decide at once, every C steps, as LeRobot's `reset`
-    begins all of them at once. Its noise belongs to the episode, counted from 0 since it was loaded, so that another
-    batch size of LeRobot's gives the same outcomes. Images may be float 0..1 or uint8, and of any size. Raises
-    CheckpointError where the checkpoint cannot be loaded, ConfigError where none is named, and SpecError where what the
-    environment or robot shows does not fit it.
+    Every row has the history that the policy reads, and the policy is called for all rows at once, every C steps,
+    because LeRobot's `reset` resets all rows at once. Its noise depends on the number of the episode since loading, so
+    outcomes do not depend on LeRobot's batch size. Images may be float 0..1 or uint8, of any size. Raises
+    CheckpointError if the checkpoint cannot be loaded, ConfigError if none is named, and SpecError if observations of
+    the environment or robot do not fit it.
     """
 
     config_class = RobopolicyConfig  # pyright: ignore[reportAssignmentType]

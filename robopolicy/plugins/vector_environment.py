@@ -28,9 +28,9 @@ def raw_key(key: str) -> str:
 class WorldVectorEnvironment(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
     """All rows of a world as one vector environment, stepped together; B row, A action dimension.
 
-    Rows that end begin anew in the same step (SAME_STEP), but in a rollout of LeRobot's, where they rest as they are.
-    `call` and `get_attr` answer for _max_episode_steps, task (the world's name), task_description (the row's
-    instruction) and render, as a vector of single environments would.
+    Rows that end are reset in the same step (SAME_STEP), except in a rollout of LeRobot's, where they stay as they are.
+    `call` and `get_attr` support _max_episode_steps, task (the world's name), task_description (the row's instruction)
+    and render, like a vector of single environments.
     """
 
     def __init__(self, world: World):
@@ -119,7 +119,7 @@ class WorldVectorEnvironment(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
 class Pictures(Sequence[np.ndarray]):
     """The default view of every row, rendered on access: LeRobot records videos of at most ten rows.
 
-    A world that cannot be drawn shows black: LeRobot films whatever it evaluates, and cannot be told not to.
+    Worlds that cannot be rendered give black images, because LeRobot's video recording cannot be disabled.
     """
 
     def __init__(self, world: World):

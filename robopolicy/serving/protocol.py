@@ -1,13 +1,13 @@
 """openpi's wire format: msgpack with arrays as {b"__ndarray__", b"data", b"dtype", b"shape"}; never pickle.
 
 One binary message per observation and per answer; an error is a text message, then close code 1011 (1013 if the server
-is overloaded). The first message of a connection is the server's metadata. Keys that begin with `robopolicy.` are this
+is overloaded). The first message of a connection is the server's metadata. Keys that start with `robopolicy.` are this
 project's extensions. Two related array encodings are read too: openpi's with text keys, as clients in Java or C++ write
 them, and that of PyPI's msgpack-numpy, {b"nd", b"type", b"kind", b"shape", b"data"}.
 
-What one client may ask for has limits, so that none can stall or starve the others; most follow from the policy. A
-server that reads megabytes of text, counts ten million numbers or keeps a gigabyte of history for one client makes
-every other robot wait. Nothing honest comes near these limits.
+Requests of one client are limited, so that none can block the others; most limits follow from the policy. Megabytes of
+text, lists of ten million numbers or a gigabyte of history of one client would delay every other robot. Valid requests
+are far below these limits.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Critics of action chunks: their inputs and fitting, and policies built from an agent with critics.
 
-Such an agent acts itself, or chooses for a frozen policy. It chooses the noise that the policy begins with (DSRL,
-Wagenmaker et al. 2025, arXiv:2506.15799): the agent's action is the initial noise of a diffusion's or flow's noise-free
-sampler. Or it chooses among several decisions of the policy (IDQL, Hansen-Estruch et al. 2023, arXiv:2304.10573).
-Either way what is done is something that the policy would do. A critic of recorded data sees the vectors of the data,
-and of images what the policy's encoder makes.
+Such an agent acts itself, or selects for a frozen policy, whose behaviour is then preserved. It selects the policy's
+initial noise (DSRL, Wagenmaker et al. 2025, arXiv:2506.15799): the agent's action is the initial noise of a diffusion's
+or flow's noise-free sampler. Or it selects among several sampled action chunks of the policy (IDQL, Hansen-Estruch et
+al. 2023, arXiv:2304.10573). A critic of recorded data reads the data's vectors, and for images the features of the
+policy's encoder.
 """
 
 import copy

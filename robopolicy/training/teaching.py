@@ -40,11 +40,11 @@ HEAD = "auxiliary_head"
 
 @dataclass(frozen=True)
 class Teacher:
-    """Teacher: labels states with its actions, and plays (with disturbances) the episodes that the student does not.
+    """Teacher of DAgger: labels states with its actions, and acts (with disturbances) in a part of the episodes.
 
-    says: the labelling policy, without noise; plays: round number -> the noisy policy that plays in it, so that it
+    says: the labelling policy, without noise; plays: round number -> the noisy policy that acts in it, so that it
     visits states off its path. It is built anew in every round, so a round is the same whether earlier rounds were just
-    played or loaded.
+    run or loaded.
     """
 
     says: Policy | Controller | LookaheadController

@@ -10,7 +10,10 @@ from sims.physics.protocol import state_layout
 
 
 class NativePhysics:
-    """See `Physics`. threads: native threads. A row that diverges repeats its last state, so its time stands still."""
+    """Physics engine that runs on CPU threads with `mujoco.rollout`; implements `Physics`.
+
+    threads: number of threads. A row that diverges repeats its last state, so its time stands still.
+    """
 
     def __init__(self, model: mujoco.MjModel, batch_size: int, *, threads: int = 1):
         self._size = state_layout(model).size
@@ -21,7 +24,7 @@ class NativePhysics:
         self._models = [model] * batch_size
 
     def advance(self, state: np.ndarray, control: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Physics`: state [R, nstate], control [R, C, nu] -> [R, C, nstate], [R, C, nsensordata]."""
+        """Simulate C control steps: state [R, nstate], control [R, C, nu] -> [R, C, nstate], [R, C, nsensordata]."""
         repeated = np.repeat(control, every, axis=1)
         count, steps = repeated.shape[:2]
         states = np.empty((count, steps, self._size))

@@ -1,6 +1,6 @@
 """`Physics`: advances the state of a `MujocoWorld`; observations, rewards and episodes are the world's.
 
-world.options.physics names one: "native" (MuJoCo on CPU threads), "warp" (mujoco-warp, on a GPU), the entry point of
+world.options.physics selects one: "native" (MuJoCo on CPU threads), "warp" (mujoco-warp, on a GPU), the entry point of
 another package, or the import path of a class. Axes: R running row, B all rows, C control step.
 """
 # pyright: reportAttributeAccessIssue=false
@@ -21,7 +21,7 @@ PHYSICS = Registry(
     "robopolicy.physics",
     {"native": "sims.physics.native:NativePhysics", "warp": "sims.physics.warp:WarpPhysics"},
 )
-"""What world.options.physics names: a class or function, called as make(model, batch_size, threads=N, **options)."""
+"""Registry for world.options.physics: a class or function, called as make(model, batch_size, threads=N, **options)."""
 OPTIONS = "world.options.physics_options."
 """Prefix of an engine's own options on the command line."""
 

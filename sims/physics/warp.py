@@ -40,12 +40,13 @@ class _Chunk:
 
 
 class WarpPhysics:
-    """See `Physics`. Rows beyond the running ones are simulated as copies of the first, so every call costs B rows.
+    """Physics engine that runs on a GPU with mujoco-warp; implements `Physics`.
 
-    device: "cuda:0", "cpu", ..., by default the first CUDA device, else the CPU with a warning; contacts: capacity for
-    contacts per environment, shared by all rows, by default mujoco-warp's estimate; constraints: capacity for
-    constraint rows of each environment. Raises ConfigError when the extra is missing, for a scene that mujoco-warp does
-    not support, and on an unknown device.
+    Rows beyond the running ones are simulated as copies of the first, so every call takes the time of B rows. device:
+    "cuda:0", "cpu", ..., by default the first CUDA device, else the CPU with a warning; contacts: capacity for contacts
+    per environment, shared by all rows, by default mujoco-warp's estimate; constraints: capacity for constraint rows of
+    each environment. Raises ConfigError when the extra is missing, for a scene that mujoco-warp does not support, and
+    on an unknown device.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class WarpPhysics:
             self._warp.synchronize_device(self.device)
 
     def advance(self, state: np.ndarray, control: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Physics`: state [R, nstate], control [R, C, nu] -> [R, C, nstate], [R, C, nsensordata].
+        """Simulate C control steps: state [R, nstate], control [R, C, nu] -> [R, C, nstate], [R, C, nsensordata].
 
         Raises ConfigError, naming the setting, when the scene has more contacts or constraints than were allocated.
         """

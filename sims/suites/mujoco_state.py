@@ -58,7 +58,7 @@ def has_mujoco_state(environment: gymnasium.Env) -> bool:
 
 
 class MujocoState:
-    """Reads and writes the complete state of an environment; more: other objects with a part of it."""
+    """Reads and writes the complete state of an environment; more: further objects whose state belongs to it."""
 
     def __init__(self, environment: gymnasium.Env, more: Sequence[Any] = ()):
         self._wrappers, self._more = [environment], tuple(more)

@@ -198,7 +198,7 @@ class LeRobotPolicy(LeRobotReader):
 
     @property
     def is_pretrained(self) -> bool:
-        """True: see `abilities.IsPretrained`."""
+        """Whether the policy starts from pretrained weights, always True; see `abilities.IsPretrained`."""
         return True
 
     @property

@@ -262,7 +262,7 @@ class Pi(PrefixFamily):
 
 
 class Pi0(Pi):
-    """pi0 only: time is part of its suffix tokens. In pi05 time scales whole suffixes of a single step."""
+    """Additions for pi0: time is an input of its suffix tokens. In pi05 time scales whole suffixes of a single step."""
 
     def denoise_several(self, x: Tensor, times: Tensor, condition: Condition) -> Tensor:
         """Predict velocities [N, k, P, L]; see `BatchesSteps`."""

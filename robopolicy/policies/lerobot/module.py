@@ -48,7 +48,7 @@ class LeRobotModule(nn.Module):
 
     @property
     def is_pretrained(self) -> bool:
-        """True: see `abilities.IsPretrained`."""
+        """Whether the policy starts from pretrained weights, always True; see `abilities.IsPretrained`."""
         return True
 
     def mapping_for(self, world: WorldSpec) -> str:

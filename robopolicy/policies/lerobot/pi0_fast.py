@@ -249,7 +249,7 @@ class FastTokens(LeRobotModule):
         return Scores(torch.where(live, logp, 0.0), torch.where(live, entropy, 0.0))
 
     def _heard(self, embedded: Tensor, there: Tensor, sees: Tensor) -> Tensor:
-        """Return the last hidden layer [N, S, D] of embedded tokens; there: padding mask, [N, S]; sees: attention mask,
+        """Return the last hidden layer [N, S, D] of embedded tokens. there: padding mask, [N, S]; sees: attention mask,
         [N, S, S].
         """
         from lerobot.policies.common.vla_utils import prepare_attention_masks_4d

@@ -200,10 +200,10 @@ def _tenth_asked(share: float) -> int:
 
 @mechanism(Slot.HINT, "guide", source="Guide-GRPO, arXiv:2506.13923", needs=(Need.GROUPS, Need.DEMONSTRATIONS))
 class Guide:
-    """Hint only if all of an unhinted group failed: the next group of that initial state starts `share` into the
+    """Hints for initial states where a group without hint failed completely: their next group starts `share` into the
     demonstration.
 
-    The group after a hinted one is unhinted again and decides anew. Deviations: the paper plays the hinted group in the
+    The group after a hinted one has no hint, and its result decides about the next hint. Deviations: the paper plays the hinted group in the
     same iteration, here it is the next visit of the initial state; its hint is text in the prompt, which the ratio
     corrects for, while a different initial state needs no correction.
     """

@@ -21,7 +21,7 @@ from robopolicy.rl.offline.agent import Critics
 
 @dataclass(frozen=True)
 class FqeConfig:
-    """Raises ConfigError on sizes below 1.
+    """Settings of fitted Q evaluation. Raises ConfigError on sizes below 1.
 
     samples: actions sampled at every next state; members: independent fits, whose mean is the value and whose spread
     indicates its uncertainty; alarm: fraction of clipped targets above which the fit counts as diverged.

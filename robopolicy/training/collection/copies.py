@@ -1,18 +1,19 @@
 """Collectors that act with a copy of the policy: in the background, with old weights, or steered (PROPS).
 
-In the background, with a fixed staleness: a thread owns the world and a copy of the policy; physics and tensor work
-release Python's lock, so both run at the same time. Batch n is started once the learner has done n - staleness updates
-(the admission of AReaL, arXiv:2505.24298), with exactly those weights. All action chunks of a batch have one version,
-except those of episodes that continue from an earlier batch (APRIL). staleness 1 collects one batch ahead.
+In the background, with a fixed staleness: a thread owns the world and a copy of the policy; physics and tensor
+operations release Python's lock, so both run at the same time. Batch n starts once the learner has done n - staleness
+updates (the admission of AReaL, arXiv:2505.24298), with exactly those weights. All action chunks of a batch have one
+version, except those of episodes that continue from an earlier batch (APRIL). staleness 1 collects one batch ahead.
 `DelayedCollector` acts with equally old weights, but alternates with learning.
 
-PROPS collects on-policy data with less sampling error, by steering away from what has been sampled too often. An
-iteration's data comes in parts. After each part a copy of the policy learns to make what was drawn so far a little less
-likely, and plays the next part: what is rare in the data so far comes up more. All parts together look more like the
-policy's distribution than as many independent samples do, and are learned from as if they had been drawn from it. So
-are the rollouts of some earlier iterations, where they are kept: what is played is what they lack. Source: Corrado &
-Hanna 2023, arXiv:2311.08290 (proximal robust on-policy sampling). On denoising chains the steps are the transition
-densities of all steps (the paper has Gaussian heads).
+PROPS collects on-policy data with less sampling error, by reducing the probability of actions that were sampled too
+often. The data of an iteration is collected in parts. After each part a copy of the policy is trained to make the
+actions sampled until then slightly less likely, and it collects the next part, so that underrepresented actions become
+more frequent. All parts together match the policy's distribution more closely than the same number of independent
+samples, and training treats them as samples of the policy. The same holds for rollouts of earlier iterations if they
+are included: new parts then compensate for what they underrepresent. Source: Corrado & Hanna 2023, arXiv:2311.08290
+(proximal robust on-policy sampling). On denoising chains the steps are the transition densities of all steps (the paper
+has Gaussian heads).
 """
 
 from abc import ABC, abstractmethod

@@ -14,23 +14,23 @@ from robopolicy.training.collection.shards import ShardedEpisodes, ShardedStream
 
 
 def shared_by_replicas(collector: Collector, generators: Generators) -> Collector:
-    """Return a collector whose rollouts are the leader's in every process; `collector` itself with one process, or if
+    """Return a collector that gives every process the rollouts of rank 0; `collector` itself with one process, or if
     the processes divide its shards.
 
-    generators: of the run; after collecting, those of all processes continue where the leader's are.
+    generators: random generators of the run; after each collection, those of all processes have the state of rank 0's.
     """
     is_divided = isinstance(collector, ShardedStreams | ShardedEpisodes) and collector.shards.is_divided
     return collector if replicas.count() == 1 or is_divided else SharedCollector(collector, generators)
 
 
 class SharedCollector:
-    """Collector of the leader, whose rollouts go to all processes; the other processes' worlds stay unused."""
+    """Gives the rollouts that rank 0 collects to all processes; the worlds of the other processes are not used."""
 
     def __init__(self, collector: Collector, generators: Generators):
         self.collector, self.generators = collector, generators
 
     def collect(self, iteration: int) -> Rollouts:
-        """See `Collector`."""
+        """Collect an iteration on rank 0; return its rollouts in every process."""
         own: list[Rollouts] = []
 
         def played() -> dict[str, Any]:
@@ -44,28 +44,28 @@ class SharedCollector:
         return Rollouts.of(received["rollouts"]).to(self.generators.device)
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
-        """See `Collector`."""
+        """Pass the outcomes to rank 0's collector."""
         if replicas.leads():
             self.collector.observe(collected, prepared)
 
     def restart(self) -> None:
-        """See `Collector`."""
+        """Release the world; the next call starts with resets."""
         self.collector.restart()
 
     def close(self) -> None:
-        """See `Collector`."""
+        """Stop background work."""
         self.collector.close()
 
     def report(self, number: int) -> dict[str, float]:
-        """See `Reports`."""
+        """Return and forget the metrics of batch `number`, by name; only rank 0 has any."""
         if replicas.leads() and isinstance(self.collector, Reports):
             return self.collector.report(number)
         return {}
 
     def tree(self) -> dict[str, Any]:
-        """See `Collector`."""
+        """Return the state that `restore` needs."""
         return self.collector.tree()
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """See `Collector`."""
+        """Restore the state from `tree`."""
         self.collector.restore(tree)

@@ -1,15 +1,15 @@
 """Improvers that leave the policy frozen: DSRL steers its noise, IDQL selects among its action chunks.
 
-DSRL, Wagenmaker et al. 2025, arXiv:2506.15799 (noise-aliased, DSRL-NA). A critic of actions, Q(s, a), is fitted to what
-was recorded. What the frozen policy makes of noise w is pi(s, w), so Q^W(s, w) = Q(s, pi(s, w)) is known wherever it is
-asked for, and an actor over noise climbs it. Deviations: Q is the lesson's critic, whose targets do not follow the
-actor (the paper backs up pi(s', w') with the actor's w'); and a share of the noise is the actor's own, so that Q^W
-holds where it is.
+DSRL, Wagenmaker et al. 2025, arXiv:2506.15799 (noise-aliased, DSRL-NA). A critic of actions, Q(s, a), is fitted to the
+data. The frozen policy maps noise w to the chunk pi(s, w), so Q^W(s, w) = Q(s, pi(s, w)) can be computed for any noise,
+and an actor over noise is trained to maximise it. Deviations: Q is the given critic, whose targets do not follow the
+actor (the paper backs up pi(s', w') with the actor's w'); and a fraction of the noise samples is the actor's own, so
+that Q^W is accurate there.
 
-IDQL, Hansen-Estruch et al. 2023, arXiv:2304.10573: an expectile critic (offline.agent=iql), a policy that imitates what
-was recorded, and the argmax over samples of it. Deviation: how many samples is not the user's guess. A critic errs
-somewhere among many decisions and the argmax looks for it, so every round asks for more than the last accepted one, and
-the gate says how far the critic is to be trusted.
+IDQL, Hansen-Estruch et al. 2023, arXiv:2304.10573: an expectile critic (offline.agent=iql), a policy that imitates the
+data, and the argmax of Q over its samples. Deviation: the number of samples is not fixed by the user. The argmax over
+many samples selects errors of the critic, so every round increases the number beyond that of the last accepted round,
+and the gate decides whether the critic is reliable enough for it.
 """
 
 from dataclasses import replace
