@@ -203,9 +203,9 @@ class Guide:
     """Hints for initial states where a group without hint failed completely: their next group starts `share` into the
     demonstration.
 
-    The group after a hinted one has no hint, and its result decides about the next hint. Deviations: the paper plays the hinted group in the
-    same iteration, here it is the next visit of the initial state; its hint is text in the prompt, which the ratio
-    corrects for, while a different initial state needs no correction.
+    The group after a hinted one has no hint, and its result decides about the next hint. Deviations: the paper runs the
+    hinted group in the same iteration, here it is the next visit of the initial state; its hint is text in the prompt,
+    which the ratio corrects for, while a different initial state needs no correction.
     """
 
     def __init__(self, *, share: float = 0.5):
