@@ -6,6 +6,7 @@ names below come from `robopolicy.library` when they are first used.
 
 from typing import TYPE_CHECKING, Any
 
+from robopolicy.core.former_modules import keep_former_modules
 from robopolicy.core.machine import configure_rendering, configure_thread_waiting
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ __all__ = [
 
 configure_rendering()
 configure_thread_waiting()
+keep_former_modules()
 
 
 def __getattr__(name: str) -> Any:

@@ -26,9 +26,9 @@ from robopolicy.core.registry import is_dotted, is_trusted, load_dotted, named_a
 from robopolicy.core.spec import DEFAULT_IMAGE_SIZE, WorldSpec, require_cameras_named
 from robopolicy.core.world import Controller, World
 from sims.controllers import NamedController
+from sims.instructions import WithPlainInstructions
 from sims.names import OURS, SUITES, TASKS, WORLDS, suite_of
 from sims.task import Task
-from sims.wording import WithPlainInstructions
 
 
 def load_task(name: str) -> Task:

@@ -8,9 +8,9 @@ import pytest
 
 from robopolicy.configuration.sections.learn import FinetuneSection
 from robopolicy.evaluation.success import EvaluationResult
-from robopolicy.training.course import EndReason
 from robopolicy.training.finetune import FinetuneResult
 from robopolicy.training.offline.rounds import Rounds
+from robopolicy.training.stopping import EndReason
 from robopolicy.verbs import imagine, offline, online
 from robopolicy.verbs.advice import Evidence, evident_cause, print_advice
 

@@ -25,9 +25,9 @@ from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.data.quality import read_quality
 from robopolicy.doctor.data import check_statistics
 from robopolicy.evaluation import plots
+from robopolicy.evaluation.episode_batches import SavedBatches
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.scores import known_anchors
-from robopolicy.evaluation.waves import SavedBatches
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.plan import InferencePlan, load_plan, save_plan, weights_hash
 from robopolicy.policies.configuration import DenoisingPolicyConfig

@@ -14,7 +14,7 @@ from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.runs import open_fresh_run, open_run
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.training.configuration import FinetuneConfig, OnlineConfig, PretrainConfig
-from robopolicy.training.course import StoppingSettings
+from robopolicy.training.stopping import StoppingSettings
 from worldmodels.configuration import VideoConfig
 
 PAIRS = {

@@ -3,10 +3,14 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from robopolicy.core.former_modules import keep_former_modules
+
 if TYPE_CHECKING:
     from worldmodels.checkpoint import load_world_model, save_world_model
 
 __all__ = ["load_world_model", "save_world_model"]
+
+keep_former_modules()
 
 
 def __getattr__(name: str) -> Any:

@@ -33,8 +33,8 @@ from worldmodels.configuration import EnsembleConfig, PlanConfig
 from worldmodels.data import recorded_transitions
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.env import ImaginedWorld
+from worldmodels.initial_states import recorded_starts
 from worldmodels.planning import PlannedPolicy
-from worldmodels.starts import recorded_starts
 
 SIGNS = {"policy": None, "planned": 0.0, "cautious": -1.0, "curious": 1.0}
 """Weight of uncertainty in a candidate's score, as a share of the study's; None: the policy decides alone."""

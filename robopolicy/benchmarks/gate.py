@@ -19,7 +19,7 @@ import numpy as np
 from robopolicy.benchmarks.gate_candidates import BIASED, CANDIDATES, OFFERED, Material, flattering
 from robopolicy.benchmarks.rates import rate_of, rate_text, spread_text
 from robopolicy.benchmarks.runs import EXAMINED, chosen_from, each_task, logged, pretrained, settings_of
-from robopolicy.building.judges import build_evaluators
+from robopolicy.building.evaluators import build_evaluators
 from robopolicy.building.policies import choose_device, load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, compose

@@ -41,9 +41,9 @@ from robopolicy.verbs.bench import Benchmark, Table
 from sims.engine import MujocoWorld
 from sims.registry import load_task
 from worldmodels.env import ImaginedWorld
+from worldmodels.initial_states import recorded_starts
 from worldmodels.protocol import LearnedModel
 from worldmodels.registry import WORLD_MODELS
-from worldmodels.starts import recorded_starts
 
 SECONDS = 480.0
 """Time after which no further row begins."""

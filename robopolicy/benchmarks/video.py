@@ -34,7 +34,7 @@ from sims.experts import NOISE_LEVELS, NoisyController
 from sims.registry import load_task
 from worldmodels.checkpoint import load_world_model, save_world_model
 from worldmodels.configuration import VideoConfig
-from worldmodels.starts import context_at
+from worldmodels.initial_states import context_at
 from worldmodels.video.model import VideoModel
 
 WORLDS = 32

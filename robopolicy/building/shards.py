@@ -26,8 +26,8 @@ from robopolicy.core.run import grounds
 from robopolicy.core.structured import from_plain, narrowed, to_plain
 from robopolicy.core.tensors import to_arrays, to_tensors
 from robopolicy.core.world import World
-from robopolicy.evaluation.waves import EpisodeBatch, play_episode_batch
-from robopolicy.nn.pieces import in_micro_batches
+from robopolicy.evaluation.episode_batches import EpisodeBatch, play_episode_batch
+from robopolicy.nn.micro_batches import in_micro_batches
 from robopolicy.nn.precision import training_precision
 from robopolicy.nn.sharing import load_trainable_state, trainable_state
 from robopolicy.rl.algorithm import build_algorithm

@@ -25,8 +25,8 @@ from robopolicy.core.registry import load_dotted
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Controller, World
 from robopolicy.data.record import Recorder
+from robopolicy.evaluation.episode_batches import EpisodeBatch, play_episode_batch
 from robopolicy.evaluation.success import Evaluation, EvaluationResult
-from robopolicy.evaluation.waves import EpisodeBatch, play_episode_batch
 
 PLAY = "robopolicy.building.workers:play_batch"
 """Function that workers run for a batch of an evaluation."""

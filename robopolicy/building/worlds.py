@@ -47,8 +47,8 @@ from robopolicy.core.spec import (
     require_fit,
 )
 from robopolicy.core.world import Controller, Snapshots, World
-from robopolicy.data.foresight import LookaheadController
 from robopolicy.data.lerobot_format import read_dataset
+from robopolicy.data.lookahead import LookaheadController
 from robopolicy.policies.abilities import MapsFeatures
 from robopolicy.rl.critic import Critic, state_critic
 from sims.controllers import load_controller
@@ -57,8 +57,8 @@ from sims.names import suite_of
 from sims.recorded import DemonstratedWorld
 from sims.registry import make_expert, make_saved_world, make_world
 from worldmodels.env import ImaginedWorld, Truncation
+from worldmodels.initial_states import keyframes, recorded_starts
 from worldmodels.protocol import Context, LearnedModel, Starts, WorldModel, fields_read
-from worldmodels.starts import keyframes, recorded_starts
 
 
 def build_world(

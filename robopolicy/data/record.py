@@ -22,8 +22,8 @@ from robopolicy.core.world import Controller, Step, World, begin_episodes
 from robopolicy.data.chains import Chains, chain_of
 from robopolicy.data.configuration import CorrectConfig
 from robopolicy.data.corrections import Operator, Turn
-from robopolicy.data.foresight import LookaheadController
-from robopolicy.data.kept import Recording, RecordingCache, from_arrays, to_arrays
+from robopolicy.data.lookahead import LookaheadController
+from robopolicy.data.recording_cache import Recording, RecordingCache, from_arrays, to_arrays
 
 
 class Recorders(Protocol):

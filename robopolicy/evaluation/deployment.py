@@ -31,8 +31,8 @@ from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.randomness import uniform
 from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows, World
+from robopolicy.evaluation.episode_batches import play_episode_batch
 from robopolicy.evaluation.intervals import wilson_bound
-from robopolicy.evaluation.waves import play_episode_batch
 
 SHARES = np.linspace(0.0, 1.0, 101)
 """Candidate probabilities of the tuned policy."""

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.arrays import Array
+from robopolicy.core.periodicity import periodicity_of
 from robopolicy.core.player import PlayedStep
 from robopolicy.core.spec import Field
-from robopolicy.core.turns import periodicity_of
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,13 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.world import Controller, World
+from robopolicy.evaluation.episode_batches import (
+    BatchPlayer,
+    EpisodeBatch,
+    SavedBatches,
+    episode_batches,
+    play_episode_batch,
+)
 from robopolicy.evaluation.intervals import (
     PairedComparison,
     PairedReturns,
@@ -32,7 +39,6 @@ from robopolicy.evaluation.intervals import (
     wilson,
 )
 from robopolicy.evaluation.smoothness import Smoothness, SmoothnessMeter
-from robopolicy.evaluation.waves import BatchPlayer, EpisodeBatch, SavedBatches, episode_batches, play_episode_batch
 
 
 @dataclass(frozen=True)

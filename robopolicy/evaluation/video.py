@@ -23,7 +23,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.storage import storage_errors, write_atomic
 from robopolicy.core.world import Controller, Renders, Step, World
-from robopolicy.evaluation.waves import episode_batches, play_episode_batch
+from robopolicy.evaluation.episode_batches import episode_batches, play_episode_batch
 
 BACKGROUND = (22, 27, 34)
 TEXT = (230, 234, 240)

@@ -18,8 +18,8 @@ from robopolicy.core.returns import SUCCESS, progress_reward
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.evaluation.image_quality import compare
 from worldmodels.encoding import encode_episodes
+from worldmodels.initial_states import context_at
 from worldmodels.protocol import DecoderFree, DecodesLatents, Imagined, Latent, LearnedModel, fields_read
-from worldmodels.starts import context_at
 
 HORIZONS = (1, 2, 5, 10, 20, 30, 40, 50)
 

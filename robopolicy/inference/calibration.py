@@ -23,8 +23,8 @@ from robopolicy.policies.abilities import Denoises
 from robopolicy.policies.denoising import DenoisingPolicy, require_denoising
 from robopolicy.policies.network import ChunkNetwork, DenoisingNetwork, learns_noise
 from robopolicy.policies.sampler import draw_noise
+from worldmodels.initial_states import context_at
 from worldmodels.protocol import Cacheable, ChunkModel
-from worldmodels.starts import context_at
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.holding import keeps_value
 from robopolicy.core.origin import origin_of, remember_origin
+from robopolicy.core.periodicity import periodicity_of
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.registry import named_arguments
 from robopolicy.core.spec import LATENCY, QUEUE, Field, PolicySpec
-from robopolicy.core.turns import periodicity_of
 from robopolicy.core.world import Rows
 from robopolicy.inference.configuration import CHUNKINGS, SYNCHRONOUS
 

@@ -26,8 +26,8 @@ from torch.nn.functional import pad
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.periodicity import Periodicity, periodicity_of
 from robopolicy.core.policy import Policy, TensorObservation
-from robopolicy.core.turns import Periodicity, periodicity_of
 from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhead, RunningPlan
 from robopolicy.nn.denoisers import given_steps
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule

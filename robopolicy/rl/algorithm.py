@@ -11,10 +11,10 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl.advantages import tree
 from robopolicy.rl.configuration import AlgorithmConfig, Resolved
 from robopolicy.rl.context import Coefficients, Context, Scored, SideModel
+from robopolicy.rl.initial_states import Allocator, Hints, TaskSampler
 from robopolicy.rl.presets import RatioLevel
 from robopolicy.rl.registry import Need, Slot
 from robopolicy.rl.replay import Replay
-from robopolicy.rl.starts import Allocator, Hints, TaskSampler
 
 
 @dataclass(frozen=True)

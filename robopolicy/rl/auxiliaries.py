@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from robopolicy.nn.pieces import loss_of, scores_of
+from robopolicy.nn.micro_batches import loss_of, scores_of
 from robopolicy.rl.context import AuxiliaryInputs, require_input
 from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.weights import step_mean

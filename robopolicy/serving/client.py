@@ -36,8 +36,8 @@ from websockets.sync.client import ClientConnection, connect
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, SpecError
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.serving.configuration import ServerAddress, require_key
-from robopolicy.serving.described import camera_shapes
-from robopolicy.serving.pictures import downscale
+from robopolicy.serving.images import downscale
+from robopolicy.serving.policy_description import camera_shapes
 from robopolicy.serving.protocol import CHECK, REQUEST, RESET, SESSION, checksum, pack, unpack, unpack_with_checksum
 
 MAXIMUM_ANSWER = 64 * 2**20

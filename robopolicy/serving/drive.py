@@ -15,10 +15,10 @@ from robopolicy.core.progress import progress
 from robopolicy.core.spec import QUEUE, TASK, Field, Observation, require_fields
 from robopolicy.core.world import Rows, World
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.described import limits_of
 from robopolicy.serving.driver import Clock, Driver, Requests, Server, described_policy, latency_figures
 from robopolicy.serving.holding import holding, with_served_hold
 from robopolicy.serving.notices import Notices
+from robopolicy.serving.policy_description import limits_of
 
 STANDARD = RobotSettings()
 

@@ -30,9 +30,9 @@ from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError, Sp
 from robopolicy.core.history import initial_window, shift_window
 from robopolicy.core.spec import QUEUE, TASK
 from robopolicy.serving.client import RefusedError
-from robopolicy.serving.described import ActionLimits, described_policy
 from robopolicy.serving.holding import Hold, HoldAction
 from robopolicy.serving.notices import Notices, far_from_training_data
+from robopolicy.serving.policy_description import ActionLimits, described_policy
 from robopolicy.serving.protocol import DELAY, PLAN, SESSION
 
 BACK_OFF = 0.1, 5.0

@@ -13,7 +13,7 @@ from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.holding import Kind, hold_behaviour, is_gripper, kind_of, kinds_of
 from robopolicy.core.spec import HOLD
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.described import DescribedPolicy
+from robopolicy.serving.policy_description import DescribedPolicy
 
 STANDARD = RobotSettings()
 

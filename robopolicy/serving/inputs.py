@@ -38,7 +38,7 @@ from robopolicy.core.spec import (
     cameras_of,
     validate_observation,
 )
-from robopolicy.serving.pictures import pixels, resize_with_padding
+from robopolicy.serving.images import pixels, resize_with_padding
 from robopolicy.serving.protocol import IMAGE_BYTES, OURS, Limits
 
 _PROPRIOCEPTION = ("observation/joint_position", "observation/gripper_position")

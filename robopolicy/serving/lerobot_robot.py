@@ -31,10 +31,10 @@ from robopolicy.core.progress import progress
 from robopolicy.core.registry import is_dotted, load_dotted
 from robopolicy.core.spec import TASK
 from robopolicy.serving.configuration import AttachedRobot, RobotSettings
-from robopolicy.serving.described import limits_of
 from robopolicy.serving.driver import Clock, Driver, Requests, Server, described_policy, latency_figures
+from robopolicy.serving.element_mapping import ElementMapping
 from robopolicy.serving.notices import Notices
-from robopolicy.serving.wiring import ElementMapping
+from robopolicy.serving.policy_description import limits_of
 
 if TYPE_CHECKING:
     from lerobot.robots import Robot

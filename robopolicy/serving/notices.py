@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from robopolicy.core.former_names import keep_former_names
-from robopolicy.serving.described import DescribedPolicy
+from robopolicy.serving.policy_description import DescribedPolicy
 
 EVERY = 10.0
 """Minimum seconds between two messages of one kind."""

@@ -39,7 +39,7 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
 from robopolicy.inference.chunking import Plans, planner_of
 from robopolicy.inference.engine import CompilesForRows
-from robopolicy.policies.known import known_ranges
+from robopolicy.policies.training_ranges import known_ranges
 from robopolicy.serving.batching import Answer, Asker, BusyError, InferenceQueue
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.connections import ConnectionLimiter, LimitedConnection, address_of

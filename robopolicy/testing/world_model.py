@@ -19,8 +19,8 @@ from robopolicy.core.regression import Regression
 from robopolicy.core.spec import WorldSpec
 from robopolicy.testing.world import check_world
 from worldmodels.env import ImaginedWorld
+from worldmodels.initial_states import context_at, recorded_starts
 from worldmodels.protocol import ChunkModel, DecoderFree, Imagined, Latent, LearnedModel, WorldModel
-from worldmodels.starts import context_at, recorded_starts
 
 SEEDS = 7_000
 """First episode seed; seeds count up from here."""

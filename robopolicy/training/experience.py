@@ -26,8 +26,8 @@ from robopolicy.core.rollouts import Rollouts, critic_observation, row_selector
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
 from robopolicy.core.steps import ACTIONS_COMPARED, require_own_actions
 from robopolicy.nn.configuration import LearningPrecision
+from robopolicy.nn.micro_batches import rows_at_once, scores_of
 from robopolicy.nn.optimisers import require_finite
-from robopolicy.nn.pieces import rows_at_once, scores_of
 from robopolicy.nn.precision import require_precision
 from robopolicy.rl.advantages.gae import chunk_rewards, finished_returns, gae, next_values
 from robopolicy.rl.context import latents_for_other_policy

@@ -33,8 +33,8 @@ from robopolicy.core.stages import HasStages
 from robopolicy.core.structured import current as current_settings
 from robopolicy.core.structured import to_plain
 from robopolicy.core.world import World
+from robopolicy.nn.micro_batches import in_micro_batches, in_minibatches, scores_of
 from robopolicy.nn.optimisers import require_finite
-from robopolicy.nn.pieces import in_micro_batches, in_minibatches, scores_of
 from robopolicy.nn.precision import tolerance_in, training_precision
 from robopolicy.nn.sharing import copy_trainable, load_trainable_state, trainable_state
 from robopolicy.rl.algorithm import build_algorithm
@@ -46,7 +46,6 @@ from robopolicy.rl.replay import Reincarnates
 from robopolicy.training.collection import ShardWorkers, make_collector, shared_by_replicas
 from robopolicy.training.collection.protocol import Reports
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.course import EndReason, StoppingRule, StoppingSettings, score
 from robopolicy.training.experience import (
     conditions_of,
     decisions_at,
@@ -66,6 +65,7 @@ from robopolicy.training.state import (
     require_same_parts,
     save_trainer,
 )
+from robopolicy.training.stopping import EndReason, StoppingRule, StoppingSettings, score
 from robopolicy.training.update import Learner, minibatch_decisions
 
 Evaluate = Callable[[Policy, bool], Mapping[str, float]]

@@ -20,6 +20,7 @@ from robopolicy.core.regression import Regressor, Staged
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import current, to_plain
 from robopolicy.nn.configuration import LearningPrecision
+from robopolicy.nn.micro_batches import micro_batches, take
 from robopolicy.nn.optimisers import (
     clip_gradients,
     make_optimiser,
@@ -28,7 +29,6 @@ from robopolicy.nn.optimisers import (
     restore_optimiser,
     set_learning_rate,
 )
-from robopolicy.nn.pieces import micro_batches, take
 from robopolicy.nn.precision import backward_precision, training_precision
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.state import load_trainer, require_same_config, save_trainer

@@ -32,10 +32,10 @@ from robopolicy.data.record import record
 from robopolicy.nn.sharing import load_trainable_state, trainable_state
 from robopolicy.training.acting import Acting
 from robopolicy.training.configuration import FitConfig, PretrainConfig
-from robopolicy.training.course import EndReason, StoppingRule, score
 from robopolicy.training.finetune import Confirm, Evaluate, FinetuneResult
 from robopolicy.training.fit import fit_stages
 from robopolicy.training.pretrain import pretrain
+from robopolicy.training.stopping import EndReason, StoppingRule, score
 from worldmodels import load_world_model, save_world_model
 from worldmodels.protocol import LearnedModel, fields_read
 

@@ -27,8 +27,8 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import require_fit
 from robopolicy.core.storage import remove_leftovers
 from robopolicy.core.world import Controller, World
-from robopolicy.data.foresight import LookaheadController
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
+from robopolicy.data.lookahead import LookaheadController
 from robopolicy.data.record import record
 from robopolicy.training.auxiliary import FieldHead, build_state_head
 from robopolicy.training.configuration import TeachConfig

@@ -22,6 +22,7 @@ from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservati
 from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.row_draws import RowDraws
 from robopolicy.core.segments import Segments
+from robopolicy.nn.micro_batches import scores_of, values_of
 from robopolicy.nn.optimisers import (
     SavedWeights,
     adamw,
@@ -34,7 +35,6 @@ from robopolicy.nn.optimisers import (
     save_weights,
     set_learning_rate,
 )
-from robopolicy.nn.pieces import scores_of, values_of
 from robopolicy.nn.precision import backward_precision
 from robopolicy.nn.sharing import copy_trainable, load_trainable_state, trainable_state
 from robopolicy.rl.algorithm import Algorithm

@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from robopolicy.building.judges import Elsewhere, build_evaluators, clipped_fraction, gate_episodes, warn_of_divergence
+from robopolicy.building.evaluators import (
+    Elsewhere,
+    build_evaluators,
+    clipped_fraction,
+    gate_episodes,
+    warn_of_divergence,
+)
 from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
 from robopolicy.building.workers import Built, Workers, open_workers
 from robopolicy.building.worlds import build_world
@@ -24,10 +30,10 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Policy
 from robopolicy.core.world import World
 from robopolicy.evaluation.bakeoff import EvaluatorScore, best_evaluator, score_evaluator
+from robopolicy.evaluation.evaluators import ModelEvaluator
 from robopolicy.evaluation.gate import ceiling_of
 from robopolicy.evaluation.importance import ImportanceEvaluator
 from robopolicy.evaluation.intervals import plus_minus
-from robopolicy.evaluation.judges import ModelEvaluator
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import evaluate_policy, require_success
 from robopolicy.runs import finish, open_fresh_run, output, print_table, runs_of

@@ -39,8 +39,8 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.spec import require_fit
 from robopolicy.core.world import Controller, World
-from robopolicy.data.foresight import LookaheadController
 from robopolicy.data.lerobot_format import write_dataset
+from robopolicy.data.lookahead import LookaheadController
 from robopolicy.data.quality import Quality
 from robopolicy.data.record import Recorder, corrected, of_one_world, record_chains, record_with
 from robopolicy.evaluation.importance import with_densities

@@ -29,13 +29,13 @@ from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import output, publish
 from robopolicy.serving.client import PolicyClient, connected
 from robopolicy.serving.configuration import AttachedRobot, RobotSettings
-from robopolicy.serving.described import DescribedPolicy
 from robopolicy.serving.drive import drive
 from robopolicy.serving.driver import described_policy
+from robopolicy.serving.element_mapping import ElementMapping, map_elements
 from robopolicy.serving.holding import with_served_hold
 from robopolicy.serving.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, drive_robot, make_lerobot_robot
 from robopolicy.serving.notices import Notices
-from robopolicy.serving.wiring import ElementMapping, map_elements
+from robopolicy.serving.policy_description import DescribedPolicy
 from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 

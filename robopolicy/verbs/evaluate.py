@@ -28,6 +28,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.run import RunFolder
 from robopolicy.core.tensors import file_hash
 from robopolicy.core.world import World
+from robopolicy.evaluation.episode_batches import SavedBatches
 from robopolicy.evaluation.instructions import (
     CONTROLS,
     PARAPHRASE,
@@ -48,7 +49,6 @@ from robopolicy.evaluation.success import (
     evaluate_policy,
 )
 from robopolicy.evaluation.tables import difference_text
-from robopolicy.evaluation.waves import SavedBatches
 from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
 from robopolicy.inference.configuration import CHUNKINGS, SYNCHRONOUS
 from robopolicy.policies.loading import checkpoint_in

@@ -9,7 +9,7 @@ of fqe and critic are rejected as not credible if they exceed those of nine of t
 plays the episodes in world models in N processes, with equal results. Exit status 0: accepted, 1: rejected.
 """
 
-from robopolicy.building.judges import (
+from robopolicy.building.evaluators import (
     Elsewhere,
     build_evaluators,
     clipped_fraction,

@@ -35,15 +35,15 @@ from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
+from robopolicy.evaluation.sim_vs_imagined import SimVsImagined
 from robopolicy.evaluation.success import PolicyEvaluation, compare, compared
-from robopolicy.evaluation.two_worlds import SimVsImagined
 from robopolicy.policies import load_policy as load_alone
 from robopolicy.runs import default_path, output
 from robopolicy.training.acting import Acting
 from robopolicy.training.configuration import NEARNESS, FinetuneConfig, with_bc_toward_base
-from robopolicy.training.course import EndReason, StoppingRule, StoppingSettings
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
+from robopolicy.training.stopping import EndReason, StoppingRule, StoppingSettings
 from robopolicy.verbs.advice import Evidence, evident_cause
 from robopolicy.verbs.job import Job, Saved, confirming_seeds, print_evaluations, require_target, starting_checkpoint
 from robopolicy.verbs.verb import Verb

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from robopolicy.building.judges import build_evaluators, clipped_fraction, warn_of_critics_alone, warn_of_divergence
+from robopolicy.building.evaluators import build_evaluators, clipped_fraction, warn_of_critics_alone, warn_of_divergence
 from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
 from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
@@ -36,8 +36,8 @@ from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.data.record import record
+from robopolicy.evaluation.evaluators import FqeEvaluator
 from robopolicy.evaluation.gate import Evaluator, Gate
-from robopolicy.evaluation.judges import FqeEvaluator
 from robopolicy.evaluation.scores import known_anchors
 from robopolicy.evaluation.success import compared
 from robopolicy.rl.offline.configuration import AGENTS

@@ -30,8 +30,8 @@ from robopolicy.inference.plan import InferencePlan, device_name, save_plan, wei
 from robopolicy.inference.schedules import plans_to_try
 from robopolicy.runs import finish, open_fresh_run, output, print_table
 from worldmodels.checkpoint import load_world_model
+from worldmodels.initial_states import context_at
 from worldmodels.protocol import Cacheable, ChunkModel, Latent, LearnedModel, fields_read
-from worldmodels.starts import context_at
 
 SECTIONS = ("run", "world", "optimize")
 REFERENCE = "reference"

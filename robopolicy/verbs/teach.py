@@ -26,7 +26,7 @@ from robopolicy.core.policy import Policy, is_policy, require_trainable
 from robopolicy.core.randomness import derive_seed, episode_seeds
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
-from robopolicy.data.foresight import LookaheadController
+from robopolicy.data.lookahead import LookaheadController
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import compared
 from robopolicy.policies.abilities import is_pretrained

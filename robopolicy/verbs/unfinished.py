@@ -16,8 +16,8 @@ from robopolicy.core.randomness import NOISE_VERSION
 from robopolicy.core.registry import add_working_folder, is_dotted
 from robopolicy.core.structured import to_plain
 from robopolicy.core.tensors import file_hash
-from robopolicy.data.kept import RecordingCache
 from robopolicy.data.quality import fingerprint
+from robopolicy.data.recording_cache import RecordingCache
 
 FOLDER = "unfinished"
 

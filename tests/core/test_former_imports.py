@@ -142,7 +142,7 @@ def test_every_former_argument_leads_to_an_argument_that_exists():
 
 
 def test_a_resume_point_of_version_0_1_names_the_reason_why_its_run_ended():
-    from robopolicy.training.course import EndReason, StoppingRule, StoppingSettings
+    from robopolicy.training.stopping import EndReason, StoppingRule, StoppingSettings
 
     rule = StoppingRule(StoppingSettings())
     rule.restore({**rule.tree(), "ended": "gap with no real gain"})

@@ -21,10 +21,10 @@ from worldmodels.checkpoint import load_world_model, save_world_model
 from worldmodels.configuration import PlanConfig, ReadoutConfig, TrajectoryConfig
 from worldmodels.encoding import EncodedPolicy, encode_episodes
 from worldmodels.env import ImaginedWorld
+from worldmodels.initial_states import recorded_starts
 from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import DecoderFree
 from worldmodels.registry import WORLD_MODELS
-from worldmodels.starts import recorded_starts
 from worldmodels.trajectory_diffusion import TrajectoryDiffusion
 
 SMALL_MODEL = {

@@ -16,9 +16,9 @@ from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
 from sims.engine import MujocoWorld
+from sims.instructions import WithPlainInstructions
 from sims.registry import load_task, make_world
 from sims.tasks.push_choice import INSTRUCTIONS, PushChoiceExpert
-from sims.wording import WithPlainInstructions
 
 OTHERS = {text: (text.replace("push", "shove"), text.replace("push", "bring")) for text in INSTRUCTIONS}
 EPISODES = 60

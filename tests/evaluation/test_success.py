@@ -7,10 +7,10 @@ from evaluation_toys import LineController, LinePolicy, LineWorld
 from robopolicy.core.errors import ConfigError, DataError, SpecError
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import Field
-from robopolicy.evaluation import waves
+from robopolicy.evaluation import episode_batches
+from robopolicy.evaluation.episode_batches import SavedBatches
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
-from robopolicy.evaluation.waves import SavedBatches
 
 SEEDS = np.arange(100, 123)
 
@@ -78,7 +78,7 @@ def test_waves_of_another_noise_are_played_again(tmp_path, monkeypatch):
         return len(world.chunk_lengths)
 
     assert play() and not play()
-    monkeypatch.setattr(waves, "NOISE_VERSION", "another")
+    monkeypatch.setattr(episode_batches, "NOISE_VERSION", "another")
     assert play()
 
 

@@ -26,7 +26,7 @@ from sims.registry import make_expert, make_world
 from worldmodels.checkpoint import load_world_model, save_world_model
 from worldmodels.configuration import VideoConfig
 from worldmodels.ensemble import EnsembleConfig, EnsembleModel
-from worldmodels.starts import context_at
+from worldmodels.initial_states import context_at
 from worldmodels.video.model import VideoModel
 
 K, CHUNK, CAMERA = 6, 3, IMAGE_PREFIX + "top"

@@ -20,8 +20,8 @@ from sims.registry import load_task, make_world
 from worldmodels.configuration import EnsembleConfig, PlanConfig
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.env import ImaginedWorld
+from worldmodels.initial_states import recorded_starts
 from worldmodels.planning import PlannedPolicy
-from worldmodels.starts import recorded_starts
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from token_toys import TOKEN, disturb, generator, make_tokens, observe
 from robopolicy.building.policies import load_trainable
 from robopolicy.cli import main
 from robopolicy.core.policy import SupportsMixedPrecision, is_condition
-from robopolicy.nn.pieces import in_micro_batches, scores_of
+from robopolicy.nn.micro_batches import in_micro_batches, scores_of
 from robopolicy.nn.precision import (
     ROUNDING,
     as_cached,

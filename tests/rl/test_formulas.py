@@ -20,7 +20,7 @@ from robopolicy.rl.experimental import advantages, credit, selection
 from robopolicy.rl.experimental import advantages as experimental_advantages
 from robopolicy.rl.experimental import coefficients as experimental_coefficients
 from robopolicy.rl.experimental.auxiliaries import step_preference_loss
-from robopolicy.rl.experimental.starts import ReplaySampler
+from robopolicy.rl.experimental.initial_states import ReplaySampler
 from robopolicy.rl.objective import policy_loss
 
 CONTEXT = Context(torch.Generator(), discount=1.0)

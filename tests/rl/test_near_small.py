@@ -13,8 +13,8 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl.context import Context
 from robopolicy.rl.experimental import selection
 from robopolicy.rl.experimental.controllers import ImitationMix
+from robopolicy.rl.experimental.initial_states import AdaptiveHint, Guide, Pivot
 from robopolicy.rl.experimental.replay import Aggregate
-from robopolicy.rl.experimental.starts import AdaptiveHint, Guide, Pivot
 
 
 def at(share: float, **settings) -> Context:

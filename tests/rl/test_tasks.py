@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_rollouts import make_rollouts
 
-from robopolicy.rl import starts
+from robopolicy.rl import initial_states
 from robopolicy.rl.advantages import group
 from robopolicy.rl.context import Context
 from robopolicy.rl.controllers import LinearDecay, Vcpo
+from robopolicy.rl.experimental import initial_states as experimental
 from robopolicy.rl.experimental import selection as experimental_selection
-from robopolicy.rl.experimental import starts as experimental_starts
 from robopolicy.rl.experimental.controllers import KlTarget
-from robopolicy.rl.experimental.starts import ReplaySampler, SecSampler
+from robopolicy.rl.experimental.initial_states import ReplaySampler, SecSampler
+from robopolicy.rl.initial_states import MoppsSampler, UniformSampler
 from robopolicy.rl.registry import Slot, mechanisms
-from robopolicy.rl.starts import MoppsSampler, UniformSampler
 
 CONTEXT = Context(torch.Generator().manual_seed(0))
 SAMPLERS = [entry.name for entry in mechanisms(Slot.SAMPLER)]
@@ -105,32 +105,37 @@ def test_beliefs_fade_with_time():
 def test_the_knapsack_is_optimal(rates, low, room, share):
     rate, high = np.array(rates), low + room
     budget = round(len(rate) * (low + share * room))
-    counts = starts.knapsack(rate, budget, low, high)
+    counts = initial_states.knapsack(rate, budget, low, high)
     assert counts.sum() == budget
     assert counts.min() >= low
     assert counts.max() <= high
-    value = starts.signal_value(counts, rate).sum()
+    value = initial_states.signal_value(counts, rate).sum()
     for sizes in itertools.product(range(low, high + 1), repeat=len(rate)):
         if sum(sizes) == budget:
-            assert value >= starts.signal_value(np.array(sizes), rate).sum() - 1e-12
+            assert value >= initial_states.signal_value(np.array(sizes), rate).sum() - 1e-12
 
 
 @pytest.mark.checks("allocator/knapsack", "allocator/uniform")
 def test_allocators():
-    uncertain = starts.Knapsack(least=2, most=20).plan(np.array([0.01, 0.5, 0.99, 0.3]), 8)
+    uncertain = initial_states.Knapsack(least=2, most=20).plan(np.array([0.01, 0.5, 0.99, 0.3]), 8)
     assert sum(uncertain) == 32
     assert uncertain[3] > uncertain[2]
-    assert starts.Uniform().plan(np.zeros(3), 8) == [8, 8, 8]
+    assert initial_states.Uniform().plan(np.zeros(3), 8) == [8, 8, 8]
     with pytest.raises(ValueError, match="cannot be divided"):
-        starts.knapsack(np.array([0.5]), 9, 1, 8)
+        initial_states.knapsack(np.array([0.5]), 9, 1, 8)
 
 
 @pytest.mark.checks("allocator/dars")
 def test_hard_starts_get_more_episodes():
     rate, sizes = np.array([0.25, 0.5, 0.9, 0.0]), np.full(4, 8)
-    assert experimental_starts.Dars(most=32).extend(rate, sizes) == [3, 0, 0, 24]  # (4 - 8 * .375) / .375 = 2.67
-    assert experimental_starts.Dars(weighted=True, most=32).extend(rate, sizes)[0] == 8  # (6 - 3) / .375
-    assert starts.Uniform().extend(rate, sizes) == [0] * 4
+    assert experimental.Dars(most=32).extend(rate, sizes) == [
+        3,
+        0,
+        0,
+        24,
+    ]  # (4 - 8 * .375) / .375 = 2.67
+    assert experimental.Dars(weighted=True, most=32).extend(rate, sizes)[0] == 8  # (6 - 3) / .375
+    assert initial_states.Uniform().extend(rate, sizes) == [0] * 4
 
 
 @pytest.mark.checks("selection/mixed_outcomes")

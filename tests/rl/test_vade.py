@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from robopolicy.rl.experimental.starts import VadeSampler
-from robopolicy.rl.starts import MoppsSampler
+from robopolicy.rl.experimental.initial_states import VadeSampler
+from robopolicy.rl.initial_states import MoppsSampler
 
 
 def observe(sampler, index: list[int], won: list[float], episodes: float = 8.0):

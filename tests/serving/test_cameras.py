@@ -6,11 +6,11 @@ from PIL import Image
 
 from robopolicy.core.errors import SpecError
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, Field, PolicySpec
-from robopolicy.serving import pictures
+from robopolicy.serving import images
 from robopolicy.serving.client import _fitted
-from robopolicy.serving.described import camera_shapes
+from robopolicy.serving.images import downscale, pixels, resize_with_padding
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.pictures import downscale, pixels, resize_with_padding
+from robopolicy.serving.policy_description import camera_shapes
 from robopolicy.serving.protocol import IMAGE_BYTES, Limits, pack, unpack
 
 TOP, WRIST = IMAGE_PREFIX + "top", IMAGE_PREFIX + "wrist"
@@ -43,7 +43,7 @@ def test_pictures_are_scaled_as_pillow_does_where_there_is_none(size, monkeypatc
     for number, (height, width) in enumerate([(72, 96), (108, 192), (5, 7), (96, 54), (1, 9)]):
         image = picture(height, width, number)
         with monkeypatch.context() as patch:
-            patch.setattr(pictures, "fromarray", None)
+            patch.setattr(images, "fromarray", None)
             own = resize_with_padding(image, size)
         assert np.array_equal(own, resize_with_padding(image, size))
     direct = np.asarray(Image.fromarray(picture(72, 96)).resize((32, 24), Image.Resampling.BILINEAR))

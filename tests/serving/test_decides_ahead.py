@@ -11,7 +11,7 @@ from robopolicy.core.spec import STATE
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
 from robopolicy.serving.driver import Driver
-from robopolicy.serving.wiring import map_elements
+from robopolicy.serving.element_mapping import map_elements
 from sims.registry import make_world
 
 STEPS, CHUNK, NAME = 3, 4, "pick_place"

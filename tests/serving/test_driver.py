@@ -10,9 +10,9 @@ from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarnin
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, Field
 from robopolicy.serving.client import RefusedError
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.described import limits_of
 from robopolicy.serving.driver import ActionLimits, Driver, described_policy
 from robopolicy.serving.notices import Notices
+from robopolicy.serving.policy_description import limits_of
 
 STILL = np.array([0.25])
 

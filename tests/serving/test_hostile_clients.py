@@ -25,8 +25,8 @@ from robopolicy.core.spec import STATE
 from robopolicy.serving.client import PolicyClient, connected
 from robopolicy.serving.configuration import ServerAddress
 from robopolicy.serving.driver import ActionLimits, Driver
+from robopolicy.serving.images import resize_with_padding
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.pictures import resize_with_padding
 from robopolicy.serving.protocol import RESET, SEED, SESSION, Limits, pack, unpack
 from robopolicy.serving.telemetry import JsonLines, Log
 

@@ -18,8 +18,8 @@ from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarnin
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.serving.configuration import AttachedRobot, RobotSettings
+from robopolicy.serving.element_mapping import map_elements
 from robopolicy.serving.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, drive_robot, make_lerobot_robot
-from robopolicy.serving.wiring import map_elements
 from robopolicy.verbs.drive import _ended_by_signals
 
 pytestmark = pytest.mark.long

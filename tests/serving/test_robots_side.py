@@ -92,7 +92,7 @@ def nested_quotes(path: Path) -> list[int]:
 
 def test_the_robots_side_is_known():
     assert 15 < len(MODULES) < 45
-    assert {"robopolicy", "robopolicy.core.spec", "robopolicy.serving.pictures"} <= MODULES.keys()
+    assert {"robopolicy", "robopolicy.core.spec", "robopolicy.serving.images"} <= MODULES.keys()
     assert "robopolicy.library" not in MODULES
 
 

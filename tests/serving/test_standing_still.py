@@ -17,9 +17,9 @@ from robopolicy.core.spec import STATE
 from robopolicy.core.structured import from_plain
 from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.configuration import AttachedRobot, RobotSettings
+from robopolicy.serving.element_mapping import ElementMapping, map_elements
 from robopolicy.serving.holding import holding
 from robopolicy.serving.lerobot_robot import AttachedLeRobot, drive_robot
-from robopolicy.serving.wiring import ElementMapping, map_elements
 
 RATES = [
     "x.vel",

@@ -11,8 +11,8 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.spec import STATE
 from robopolicy.core.world import Step
 from robopolicy.training import imagined
-from robopolicy.training.course import StoppingRule, StoppingSettings
 from robopolicy.training.imagined import synthesise_and_imitate
+from robopolicy.training.stopping import StoppingRule, StoppingSettings
 
 ROUNDS, ROLLOUTS = 2, 128
 

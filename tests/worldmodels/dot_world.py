@@ -9,7 +9,7 @@ import torch
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from worldmodels import load_world_model, save_world_model
 from worldmodels.env import ImaginedWorld
-from worldmodels.starts import recorded_starts
+from worldmodels.initial_states import recorded_starts
 
 IMAGE = "observation.images.top"
 PIXELS = 16

@@ -20,8 +20,8 @@ from worldmodels.configuration import EnsembleConfig
 from worldmodels.data import recorded_transitions
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.env import PENALTY, ImaginedWorld, Truncation
+from worldmodels.initial_states import context_at, keyframes, recorded_starts
 from worldmodels.protocol import Context
-from worldmodels.starts import context_at, keyframes, recorded_starts
 
 
 def trained(steps=400, **options):

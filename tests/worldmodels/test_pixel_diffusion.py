@@ -17,8 +17,8 @@ from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit_stages
 from worldmodels.configuration import PixelDiffusionConfig, ReadoutConfig
 from worldmodels.images.networks import to_frames, to_pixels
+from worldmodels.initial_states import context_at
 from worldmodels.pixel_diffusion import PixelDenoiser, PixelDiffusionModel
-from worldmodels.starts import context_at
 
 READOUT = ReadoutConfig(batch_size=64, imagined_steps=256, members=3)
 TINY = PixelDiffusionConfig(size="tiny", batch_size=32, readout=READOUT, precision="float32")

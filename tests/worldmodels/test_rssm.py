@@ -23,10 +23,10 @@ from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import RssmConfig
 from worldmodels.env import ImaginedWorld
 from worldmodels.heads.outputs import reward_bins, symexp, two_hot, two_hot_mean
+from worldmodels.initial_states import context_at, recorded_starts
 from worldmodels.protocol import Context
 from worldmodels.rssm.dynamics import balanced_divergence, draw, mix_with_uniform, straight_through
 from worldmodels.rssm.model import RssmModel
-from worldmodels.starts import context_at, recorded_starts
 
 IMAGE = "observation.images.top"
 SPEC = replace(POINTS, name="sledges")

@@ -9,9 +9,9 @@ from point_world import SPEC, recorded
 
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from worldmodels.ensemble import EnsembleConfig, EnsembleModel
+from worldmodels.initial_states import context_at
 from worldmodels.rssm.dynamics import RssmConfig
 from worldmodels.rssm.model import RssmModel
-from worldmodels.starts import context_at
 from worldmodels.trajectory_diffusion import TrajectoryConfig, TrajectoryDiffusion
 
 TURNED = replace(SPEC, observation={key: SPEC.observation[key] for key in (ENVIRONMENT_STATE, STATE)})

@@ -15,8 +15,8 @@ from robopolicy.inference.caching import CachePlan, FirstBlockCaching
 from robopolicy.inference.calibration import Recorder, calibrate_model
 from robopolicy.inference.schedules import CacheConfig, make_plan
 from worldmodels.configuration import VideoConfig
+from worldmodels.initial_states import context_at
 from worldmodels.protocol import Cacheable
-from worldmodels.starts import context_at
 from worldmodels.video.model import VideoModel
 
 K, CHUNK = 6, 3

@@ -19,8 +19,8 @@ from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit_stages
 from worldmodels.configuration import ReadoutConfig, VideoConfig
 from worldmodels.env import Truncation
+from worldmodels.initial_states import context_at
 from worldmodels.protocol import Context
-from worldmodels.starts import context_at
 from worldmodels.video.model import VideoModel
 from worldmodels.video.training import DynamicsStage, LatentVideo, subsequence_at
 

@@ -31,8 +31,8 @@ from worldmodels.configuration import ImageConfig, ReadoutConfig
 from worldmodels.data import BOUND, StateStructure, read_statistics, register_structure, structure_of
 from worldmodels.heads.latent import THUMBNAIL, CalibratedHeads, LatentSteps
 from worldmodels.images.networks import FrameReadout, to_pixels
+from worldmodels.initial_states import context_at
 from worldmodels.protocol import Context, Imagined, Latent, uniforms_of
-from worldmodels.starts import context_at
 
 CALIBRATION_STEPS = 2000
 """Maximum number of imagined steps used to calibrate thresholds."""

@@ -31,9 +31,9 @@ from robopolicy.core.spec import (
 from robopolicy.core.storage import read_errors, read_json
 from robopolicy.core.structured import from_plain
 from robopolicy.policies.foreign import SETTINGS_FILE
-from robopolicy.policies.known import DEVIATIONS, Ranges
 from robopolicy.policies.lerobot.checks import PROCESSORS
 from robopolicy.policies.lerobot.configuration import LeRobotSettings, LeRobotTuning
+from robopolicy.policies.training_ranges import DEVIATIONS, Ranges
 
 if TYPE_CHECKING:
     from lerobot.policies.pretrained import PreTrainedPolicy

@@ -27,7 +27,7 @@ from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.randomness import use_generator
 from robopolicy.core.tensors import load_tensors
 from robopolicy.nn.configuration import FlowNoise
-from robopolicy.nn.pieces import recomputed
+from robopolicy.nn.micro_batches import recomputed
 from robopolicy.nn.precision import cast_for_cache, lowering
 from robopolicy.nn.schedules import Schedule
 from robopolicy.nn.sharing import copy_trainable

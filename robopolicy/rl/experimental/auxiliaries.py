@@ -14,7 +14,7 @@ from torch import Tensor
 from robopolicy.core.arrays import integers
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import FinishesChain, ScoredPolicy
-from robopolicy.nn.pieces import loss_of, scores_of
+from robopolicy.nn.micro_batches import loss_of, scores_of
 from robopolicy.rl.context import AuxiliaryInputs, latents_for_other_policy, require_input, score_extra
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 from robopolicy.rl.weights import step_mean

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from robopolicy.core.policy import Trainable
 from robopolicy.core.rollouts import Rollouts, concatenate
+from robopolicy.nn.micro_batches import scores_of
 from robopolicy.nn.optimisers import clip_gradients
-from robopolicy.nn.pieces import scores_of
 from robopolicy.nn.sharing import load_trainable_state, trainable_state
 from robopolicy.rl.weights import step_mean
 from robopolicy.training.collection.protocol import BatchCollector, Reports

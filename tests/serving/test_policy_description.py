@@ -8,8 +8,8 @@ import pytest
 
 from robopolicy.core.errors import ServingError
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, STATE, Field
-from robopolicy.serving.described import described_policy
 from robopolicy.serving.driver import ActionLimits, Driver
+from robopolicy.serving.policy_description import described_policy
 
 TOP = IMAGE_PREFIX + "top"
 TRUE = {

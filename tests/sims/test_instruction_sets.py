@@ -9,9 +9,9 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import TASK, WorldSpec
 from robopolicy.testing.world import check_world
 from sims.engine import MujocoWorld
+from sims.instructions import WithPlainInstructions, instruction_set
 from sims.registry import load_task, make_world
 from sims.tasks.push_choice import INSTRUCTIONS
-from sims.wording import WithPlainInstructions, instruction_set
 
 OTHERS = {text: (text.replace("push", "shove"), text.replace("push", "bring")) for text in INSTRUCTIONS}
 

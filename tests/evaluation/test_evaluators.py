@@ -10,15 +10,14 @@ import pytest
 import torch
 from evaluation_toys import LineWorld
 
-from robopolicy.building.judges import warn_of_critics_alone
+from robopolicy.building.evaluators import warn_of_critics_alone
 from robopolicy.configuration.sections.recorded import GateSection
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import Field, PolicySpec
 from robopolicy.evaluation.bakeoff import best_evaluator, score_evaluator
-from robopolicy.evaluation.gate import Gate, evaluator_result
-from robopolicy.evaluation.judges import (
+from robopolicy.evaluation.evaluators import (
     CriticEvaluator,
     FqeEvaluator,
     ModelEvaluator,
@@ -26,6 +25,7 @@ from robopolicy.evaluation.judges import (
     episode_starts,
     highest_credible,
 )
+from robopolicy.evaluation.gate import Gate, evaluator_result
 from robopolicy.rl.offline.decisions import recorded_decisions, value_bound
 from robopolicy.rl.offline.fqe import FqeConfig
 from robopolicy.rl.offline.interface import Interface

@@ -14,9 +14,9 @@ from robopolicy.core.storage import write_atomic
 from robopolicy.core.tensors import file_hash
 from robopolicy.data import record as recording
 from robopolicy.data.configuration import CorrectConfig
-from robopolicy.data.kept import RecordingCache
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.data.record import record, record_chains, record_corrected
+from robopolicy.data.recording_cache import RecordingCache
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from sims.registry import load_task, make_world

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from robopolicy.core.periodicity import periodicity_of
 from robopolicy.core.spec import Field
-from robopolicy.core.turns import periodicity_of
 
 TURN = 2 * math.pi
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from robopolicy.core.arrays import Array
 from robopolicy.rl.context import Context
+from robopolicy.rl.initial_states import Beliefs, Uniform, information_gain
 from robopolicy.rl.registry import Need, Slot, mechanism
-from robopolicy.rl.starts import Beliefs, Uniform, information_gain
 
 
 @mechanism(Slot.SAMPLER, "vade", source="VADE, arXiv:2511.18902")

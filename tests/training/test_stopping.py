@@ -15,8 +15,8 @@ from robopolicy.core.run import RunFolder
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.course import EndReason, StoppingRule, StoppingSettings
 from robopolicy.training.finetune import finetune
+from robopolicy.training.stopping import EndReason, StoppingRule, StoppingSettings
 
 CONFIG = FinetuneConfig(
     rollout_length=3, epochs=2, minibatch=32, discount=0.9, evaluate_every=1, checkpoint_every=1, critic_warmup=0

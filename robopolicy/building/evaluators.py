@@ -22,9 +22,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.data.chains import read_chains
 from robopolicy.data.lerobot_reading import read_dataset
-from robopolicy.evaluation.gate import Evaluator
-from robopolicy.evaluation.importance import ImportanceEvaluator, effective_text
-from robopolicy.evaluation.judges import (
+from robopolicy.evaluation.evaluators import (
     CriticEvaluator,
     FqeEvaluator,
     ModelEvaluator,
@@ -32,6 +30,8 @@ from robopolicy.evaluation.judges import (
     episode_starts,
     highest_credible,
 )
+from robopolicy.evaluation.gate import Evaluator
+from robopolicy.evaluation.importance import ImportanceEvaluator, effective_text
 from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.decisions import recorded_decisions, value_bound
 from robopolicy.rl.offline.fqe import FqeConfig
@@ -145,7 +145,7 @@ class Elsewhere:
         """Return the players of `policy` in the world model at `model`, or in trials for None; None for no workers."""
         path = next(path for each, path in self.paths if each is policy)
         given = {"model": "" if model is None else str(model), "path": str(path), "first": str(self.paths[0][1])}
-        return self.workers.players("robopolicy.building.judges:in_worker", **given)
+        return self.workers.players("robopolicy.building.evaluators:in_worker", **given)
 
 
 def _players(elsewhere: Elsewhere | None, model: Path | None) -> Callable[[Policy], BatchPlayers | None]:

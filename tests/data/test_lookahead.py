@@ -13,8 +13,8 @@ from robopolicy.configuration import compose
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
-from robopolicy.data.foresight import LookaheadController
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
+from robopolicy.data.lookahead import LookaheadController
 from robopolicy.data.record import record
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.training.pretrain import regression_batches

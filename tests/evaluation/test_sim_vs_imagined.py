@@ -6,7 +6,7 @@ from evaluation_toys import LinePolicy, LineWorld
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.evaluation.intervals import wilson
-from robopolicy.evaluation.two_worlds import SimVsImagined
+from robopolicy.evaluation.sim_vs_imagined import SimVsImagined
 
 SEEDS = np.arange(64)
 

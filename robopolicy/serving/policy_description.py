@@ -14,8 +14,8 @@ from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError, SpecError, did_you_mean
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.holding import Kind, kind_of, kinds_of
+from robopolicy.core.periodicity import Periodicity, periodicity_of
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, Field
-from robopolicy.core.turns import Periodicity, periodicity_of
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.inputs import accepted_names
 

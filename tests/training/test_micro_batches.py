@@ -15,7 +15,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Scores
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import STATE, TASK
-from robopolicy.nn.pieces import in_micro_batches, loss_of, recomputed, scores_of, values_of
+from robopolicy.nn.micro_batches import in_micro_batches, loss_of, recomputed, scores_of, values_of
 from robopolicy.nn.precision import backward_precision, is_lowered, training_precision
 from robopolicy.policies.configuration import Likelihood
 from robopolicy.rl.critic import state_critic

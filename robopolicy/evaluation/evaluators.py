@@ -24,8 +24,8 @@ from robopolicy.core.randomness import EpisodeGenerator, derive_seed
 from robopolicy.core.returns import returns_to_go
 from robopolicy.core.segments import quantile
 from robopolicy.core.world import World
+from robopolicy.evaluation.episode_batches import BatchPlayer
 from robopolicy.evaluation.success import evaluate_policy, require_success
-from robopolicy.evaluation.waves import BatchPlayer
 from robopolicy.rl.offline.decisions import Decisions, actions_at, observations_at
 from robopolicy.rl.offline.fqe import FittedQ, FqeConfig, fit_q
 from robopolicy.rl.offline.interface import Interface
