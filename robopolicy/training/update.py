@@ -8,6 +8,7 @@ PPO-EWMA, Hilton et al. 2022, arXiv:2110.00641; used for asynchronous collection
 Missing Old Logits, arXiv:2605.12070.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core import replicas
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, RobopolicyNote
 from robopolicy.core.exchange import Part, add_gradients, of_leader, part_of
 from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservation, Trainable
 from robopolicy.core.rollouts import Rollouts, critic_observation
@@ -75,21 +76,22 @@ def minibatch_decisions(algorithm: Algorithm, config: FinetuneConfig, rollouts: 
     return minibatch_rows(algorithm, config, rows) * (steps if by_episode(algorithm, config) else 1)
 
 
-def _require_steps(algorithm: Algorithm, config: FinetuneConfig) -> None:
-    """Raise ConfigError when random steps are selected but the algorithm needs all steps of a chunk together."""
+def random_steps(algorithm: Algorithm, config: FinetuneConfig) -> int:
+    """Return the number of random steps per chunk whose log-probability is computed, 0 for all.
+
+    Where all steps of a chunk count together, all are computed, with a note when the settings ask for fewer: recipes
+    set scored_steps for PPO, and any algorithm can be chosen with them.
+    """
     if not config.scored_steps:
-        return
+        return 0
     if algorithm.ratio_level.needs_all_steps:
-        raise ConfigError(
-            f"scored_steps={config.scored_steps} uses a random subset of a chunk's denoising steps, but "
-            f"ratio_level={algorithm.ratio_level.value} needs all of them: set scored_steps=0, or ratio_level=step, "
-            "decision_mean or episode_mean."
-        )
-    if Need.WHOLE_GROUPS in algorithm.needs:
-        raise ConfigError(
-            f"scored_steps={config.scored_steps} uses a random subset of a chunk's denoising steps, but this "
-            "algorithm compares episodes by the sum over all their steps: set scored_steps=0."
-        )
+        reason = f"ratio_level={algorithm.ratio_level.value} needs all denoising steps of a chunk"
+    elif Need.WHOLE_GROUPS in algorithm.needs:
+        reason = "this algorithm compares episodes by the sum over all their denoising steps"
+    else:
+        return config.scored_steps
+    warnings.warn(f"scored_steps={config.scored_steps} is not used: {reason}.", RobopolicyNote, stacklevel=3)
+    return 0
 
 
 class Learner:
@@ -107,7 +109,7 @@ class Learner:
         teacher: Policy | None = None,
         experts: Iterator[dict[str, Any]] | None = None,
     ):
-        _require_steps(algorithm, config)
+        self.scored_steps = random_steps(algorithm, config)
         self.policy = policy
         self.critic = critic
         self.base = base
@@ -248,7 +250,7 @@ class Learner:
         if subset:
             latents["chosen"] = step[own]
         scores = scores_of(self.policy, observation, latents)
-        if subset and not config.scored_steps and self.live is None and scores.logp.shape[-1] == self.sampling_steps:
+        if subset and not self.scored_steps and self.live is None and scores.logp.shape[-1] == self.sampling_steps:
             # A policy that ignores "chosen" scores all steps: from now on none is chosen.
             self.chooses, self.most = False, self.sampling_steps  # it scores all steps, whatever is asked for
             return self._actor_step(batch, context, draws, where)
@@ -438,11 +440,11 @@ class Learner:
         first.
         """
         steps = self._steps().to(draws.device)
-        shape, count = (*batch.shape, len(steps)), min(self.config.scored_steps or self.most, self.most)
+        shape, count = (*batch.shape, len(steps)), min(self.scored_steps or self.most, self.most)
         if count >= len(steps):
             return steps.expand(shape), len(steps) < self.sampling_steps
         order = batch.mask[..., steps].to(draws.device, torch.float32)
-        if self.config.scored_steps:
+        if self.scored_steps:
             priorities = torch.rand(shape, generator=draws, device=draws.device)
             # A random order among the noisy steps, with the others behind all of them.
             order = torch.where(order > 0, priorities, -1.0)

@@ -43,7 +43,7 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.memory import MemoryBudget, packed_image_fraction, plan_memory, policy_copies
 from robopolicy.training.needs import needs_images
-from robopolicy.training.update import by_episode, minibatch_rows
+from robopolicy.training.update import by_episode, minibatch_rows, random_steps
 from robopolicy.verbs.advice import Evidence, print_advice
 from robopolicy.verbs.job import (
     Job,
@@ -210,7 +210,7 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     plan = partial(plan_memory, device=device, **options)
     holders = policy_copies(algorithm.needs, learning)
     with training_precision(learning.precision):
-        budget = plan(policy, rows * length, minibatch, learning.scored_steps, holders)
+        budget = plan(policy, rows * length, minibatch, random_steps(algorithm, learning), holders)
     if config.finetune.teacher is not None:
         budget = replace(budget, teacher=weights_bytes(checkpoint_in(config.finetune.teacher)))
     if not (isinstance(base, Tunable) and config.lerobot.gradient_checkpointing):
