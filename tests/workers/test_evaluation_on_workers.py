@@ -133,15 +133,15 @@ def test_all_episodes_of_a_ranking_are_sent_together(root, warm, monkeypatch):
 
 
 def gate(root, verb, count):
-    train, tuned = (root / "train" / "reach_planar" / name for name in ("0", "0-copy"))
-    if not tuned.exists():
-        shutil.copytree(train, tuned)
+    train, *copies = (root / "train" / "reach_planar" / name for name in ("0", "0-copy", "0-second"))
+    for copy in copies:
+        if not copy.exists():
+            shutil.copytree(train, copy)
     model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
     common = [*TINY, "world.batch_size=8", f"workers.count={count}", f"run.root={root}", f"run.name={verb}{count}"]
     judged = [f"gate.models=[{model}]", "gate.num_states=16", "gate.evaluators=[model,world]"]
-    policies = [train / "checkpoint", tuned / "checkpoint"]
-    three = f"bakeoff.policies=[{','.join(map(str, [*policies, policies[0]]))}]"
-    given = [three, "bakeoff.episodes=16"] if verb == "bakeoff" else list(map(str, policies))
+    policies = [str(each / "checkpoint") for each in (train, *copies)]
+    given = [f"bakeoff.policies=[{','.join(policies)}]", "bakeoff.episodes=16"] if verb == "bakeoff" else policies[:2]
     assert main([verb, *common, *judged, *given]) in (0, 1)
     return outcomes(root, verb, f"{verb}{count}")
 
