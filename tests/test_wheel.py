@@ -182,6 +182,7 @@ def test_other_verbs(run, words, texts):
         (["convert", "demo.zarr", "out"], "convert"),
         (["check", "demo.hdf5"], "convert"),
         (["evaluate", "checkpoint", "workers.pool=ray"], "ray"),
+        (["evaluate", "checkpoint", "workers.pool=slurm"], "slurm"),
         (["train", *TINY, "run.name=tracked", "run.tracker=tensorboard"], "track"),
         (["train", *TINY, "run.name=tracked", "run.tracker=wandb"], "track"),
         (["train", *TINY, "run.name=tracked", "run.tracker=trackio"], "track"),

@@ -1,9 +1,10 @@
-"""Decisions per second of evaluation and collection on workers, beside the same work in this process.
+"""Decisions per second of evaluation, recording and fine-tuning rollouts on workers, beside the same work in this process.
 
 An imitated policy of a recipe plays the same episodes in this process and on one and two workers, local ones and those
 of a Ray cluster on this machine, from states and from cameras. Every pool takes turns with this process, after a batch
 that starts its workers and is not counted, so their ratio is of the same minutes. Rates are of wall time, and of the
-CPU time of all processes together, which other jobs on the machine disturb less. Outcomes must be equal.
+CPU time of all processes together, which other jobs on the machine disturb less. Outcomes must be equal. Rollouts for
+fine-tuning are those of the recipe, divided into four shards on the workers and undivided in this process.
 """
 
 import os
@@ -34,8 +35,8 @@ KINDS = {"states": "push_t", "cameras": "push_t_pixels"}
 """What the policy observes -> its recipe."""
 POOLS = {"local 1": ("local", 1), "local 2": ("local", 2), "ray 1": ("ray", 1), "ray 2": ("ray", 2)}
 """Name of a pool -> kind of pool, and number of workers."""
-WORK = ("evaluation", "collection")
-EPISODES, BATCH = 128, 32
+WORK = ("evaluation", "collection", "rollouts")
+EPISODES, BATCH, SHARDS = 128, 32, 4
 SMALL = ("collect.episodes=24", "train.fit.steps=100", "train.evaluate_episodes=0", "run.threads=1")
 
 
@@ -79,11 +80,10 @@ def imitated(config: Config, root: Path, kind: str, recipe: str) -> Config:
 
 def measured(config: Config, kind: str, count: int, rounds: int) -> dict[str, Any]:
     """Return the rates of every kind of work on a pool, and in this process in turns with it."""
-    chunk = load_policy(Path(str(config.evaluate.policy))).spec.chunk
     rows: dict[str, Any] = {}
     with open_pool(kind, PoolSettings(count)) as pool:
         for work in WORK:
-            play = {"evaluation": evaluation_in, "collection": collection_in}[work](config)
+            play = {"evaluation": evaluation_in, "collection": collection_in, "rollouts": rollouts_in}[work](config)
             start = time.perf_counter()
             play(Workers(config, pool), BATCH * count)  # starts the workers, which then import and build
             start_seconds = time.perf_counter() - start
@@ -91,7 +91,7 @@ def measured(config: Config, kind: str, count: int, rounds: int) -> dict[str, An
             outcomes: list[np.ndarray] = []
             for _ in range(rounds):
                 for workers, rates in ((Workers(config, None), alone), (Workers(config, pool), elsewhere)):
-                    rate, outcome = timed(play, workers, chunk)
+                    rate, outcome = timed(play, workers)
                     rates.append(rate)
                     outcomes.append(outcome)
             if any(not np.array_equal(outcome, outcomes[0]) for outcome in outcomes):
@@ -106,19 +106,21 @@ def measured(config: Config, kind: str, count: int, rounds: int) -> dict[str, An
     return rows
 
 
-Play = Callable[[Workers, int], np.ndarray]
-"""(workers, number of episodes) -> lengths of the episodes [E]."""
+Play = Callable[[Workers, int], tuple[int, np.ndarray]]
+"""(workers, number of episodes) -> number of decisions, and what must be equal wherever it was played."""
 
 
 def evaluation_in(config: Config) -> Play:
     """Return a function that evaluates the policy."""
     given = {"path": str(config.evaluate.policy), "planned": False, "told": ""}
+    chunk = load_policy(Path(str(config.evaluate.policy))).spec.chunk
     world, policy, device = evaluate.in_worker(config, **given)
 
-    def play(workers: Workers, episodes: int) -> np.ndarray:
+    def play(workers: Workers, episodes: int) -> tuple[int, np.ndarray]:
         seeds = episode_seeds(0, "bench/workers", episodes)
         players = workers.players("robopolicy.verbs.evaluate:in_worker", **given)
-        return evaluate_policy(world, policy, seeds, device=device, players=players, label="evaluation").lengths
+        lengths = evaluate_policy(world, policy, seeds, device=device, players=players, label="evaluation").lengths
+        return int(np.ceil(lengths / chunk).sum()), lengths
 
     return play
 
@@ -126,21 +128,45 @@ def evaluation_in(config: Config) -> Play:
 def collection_in(config: Config) -> Play:
     """Return a function that records episodes of the policy."""
     recorder = collect.in_worker(config, index=0, level="")
+    chunk = load_policy(Path(str(config.evaluate.policy))).spec.chunk
 
-    def play(workers: Workers, episodes: int) -> np.ndarray:
+    def play(workers: Workers, episodes: int) -> tuple[int, np.ndarray]:
         recorders = workers.recorders("robopolicy.verbs.collect:in_worker", index=0, level="")
         recorded = record_with(recorder, episode_seeds(0, "bench/workers", episodes), recorders=recorders)
-        return recorded.lengths.numpy()
+        return int(np.ceil(recorded.lengths.numpy() / chunk).sum()), recorded.lengths.numpy()
 
     return play
 
 
-def timed(play: Play, workers: Workers, chunk: int) -> tuple[Played, np.ndarray]:
-    """Play all episodes; return decisions and seconds, and the lengths of the episodes."""
+def rollouts_in(config: Config) -> Play:
+    """Return a function that collects the rollouts of one iteration of the recipe's fine-tuning, and then of the next.
+
+    Raises DataError if the first ones, of workers, differ from those of the same shards in this process.
+    """
+    collectors: dict[int, tuple[ShardedCollector | StreamCollector, Iterator[int]]] = {}
+
+    def play(workers: Workers, episodes: int) -> tuple[int, np.ndarray]:
+        key = id(workers.pool)
+        if key not in collectors:
+            shards = 1 if workers.pool is None else SHARDS
+            collectors[key] = collector_of(config, shards, workers), itertools.count()
+            if workers.pool is not None:
+                alone = collector_of(config, SHARDS, Workers(config, None)).collect(0)
+                there = collectors[key][0].collect(next(collectors[key][1]))
+                if not torch.equal(alone.reward, there.reward):
+                    raise DataError("The rollouts of workers differ from those of the same shards in this process.")
+        collector, numbers = collectors[key]
+        return int(collector.collect(next(numbers)).alive.sum()), np.zeros(0)
+
+    return play
+
+
+def timed(play: Play, workers: Workers) -> tuple[Played, np.ndarray]:
+    """Play all episodes; return decisions and seconds, and what must be equal."""
     began, cpu = time.perf_counter(), cpu_seconds(workers.pool)
-    lengths = play(workers, EPISODES)
+    decisions, outcome = play(workers, EPISODES)
     seconds, cpu = time.perf_counter() - began, cpu_seconds(workers.pool) - cpu
-    return Played(int(np.ceil(lengths / chunk).sum()), seconds, cpu), lengths
+    return Played(decisions, seconds, cpu), outcome
 
 
 def cpu_seconds(pool: Pool | None) -> float:

@@ -145,7 +145,13 @@ def open_workers(config: Config) -> Generator[Workers]:
     if section.pool == "local" and section.count == 1:
         yield Workers(config, None)
         return
-    settings = PoolSettings(section.count, section.address, section.allow_unauthenticated)
+    settings = PoolSettings(
+        section.count,
+        section.address,
+        section.allow_unauthenticated,
+        section.options,
+        config.run.root / "workers",
+    )
     with open_pool(section.pool, settings) as pool:
         yield Workers(config, pool)
 

@@ -16,7 +16,8 @@ import traceback
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from robopolicy.core import errors
@@ -35,7 +36,11 @@ MOST_DEATHS = 3
 POOLS = Registry(
     "pool of workers",
     "robopolicy.pools",
-    {"local": "robopolicy.workers.local:LocalPool", "ray": "robopolicy.workers.ray:RayPool"},
+    {
+        "local": "robopolicy.workers.local:LocalPool",
+        "ray": "robopolicy.workers.ray:RayPool",
+        "slurm": "robopolicy.workers.slurm:SlurmPool",
+    },
 )
 """Registry for workers.pool: a class or function that takes `PoolSettings` and returns a `Pool`."""
 
@@ -51,12 +56,15 @@ class WorkerDiedError(RobopolicyError):
 @dataclass(frozen=True)
 class PoolSettings:
     """Settings of a pool. count: number of workers; address: of a cluster, "" for this machine; allow_unauthenticated:
-    join a cluster that requires no token.
+    join a cluster that requires no token; options: of each worker, in the terms of the pool; folder: for files that all
+    machines must reach.
     """
 
     count: int = 1
     address: str = ""
     allow_unauthenticated: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    folder: Path = Path("runs") / "workers"
 
 
 class Pool(Protocol):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.pools import PoolSettings, context, died, perform, received
 
 START = "import json as j, sys; sys.path[:] = j.loads(sys.argv[2]); from robopolicy.workers.local import work; work({})"
@@ -56,6 +57,8 @@ class LocalPool:
     """Pool of `settings.count` processes, which start when there are items for them."""
 
     def __init__(self, settings: PoolSettings):
+        if settings.options:
+            raise ConfigError(f"workers.options={dict(settings.options)}: the pool local has no options.")
         self.workers = settings.count
         self._values: dict[int, Any] = {}
         self._keys = itertools.count()

@@ -108,12 +108,16 @@ class RayPool:
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
         self._ray: Any = require_extra("ray", "ray")
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        try:
+            actor = self._ray.remote(Actor).options(**{"num_cpus": 1, **settings.options, "max_restarts": 0})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"workers.options: {in_one_line(error)}.") from error
+        self._new = lambda: actor.remote(environment)
         self._joined = not self._ray.is_initialized()
         if self._joined:
             _refresh()
             self._join(settings)
-        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        self._new = lambda: self._ray.remote(Actor).options(num_cpus=1, max_restarts=0).remote(environment)
 
     def _join(self, settings: PoolSettings) -> None:
         """Start a cluster on this machine, again if Ray gave up, or join the one at settings.address."""

@@ -49,8 +49,8 @@ class WorkersSection:
     """Worker processes that share the work; results do not depend on their number."""
 
     pool: str = field(default="local", metadata={REGISTRY: "robopolicy.core.pools:POOLS"})
-    """Pool of workers: local (processes on this machine), ray (of a Ray cluster, needs the extra ray), or an import
-    path, package.module:Class.
+    """Pool of workers: local (processes on this machine), ray (of a Ray cluster, needs the extra ray), slurm (one job
+    per item, for sweeps and benchmarks, needs the extra slurm), or an import path, package.module:Class.
     """
     count: Count = 1
     """Number of workers. 1 with pool=local plays in this process. run.threads applies to each worker."""
@@ -60,6 +60,10 @@ class WorkersSection:
     """
     allow_unauthenticated: bool = False
     """Join a Ray cluster that requires no token. Everyone who reaches such a cluster can run code on it."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of each worker: of Ray actors (num_gpus, num_cpus, ...) or of submitit's jobs (slurm_partition,
+    gpus_per_node, timeout_min, ...). pool=local has none.
+    """
 
 
 WORLD_MODEL = "worldmodel"
