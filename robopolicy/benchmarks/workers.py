@@ -1,4 +1,4 @@
-"""Decisions per second of evaluation, recording and fine-tuning rollouts on workers, beside the same work in this process.
+"""Decisions per second of evaluation, collection and fine-tuning rollouts on workers, beside the same in this process.
 
 An imitated policy of a recipe plays the same episodes in this process and on one and two workers, local ones and those
 of a Ray cluster on this machine, from states and from cameras. Every pool takes turns with this process, after a batch
@@ -7,27 +7,36 @@ CPU time of all processes together, which other jobs on the machine disturb less
 fine-tuning are those of the recipe, divided into four shards on the workers and undivided in this process.
 """
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.rule import Rule
 
 from robopolicy.benchmarks.runs import chosen_from
-from robopolicy.building.policies import load_policy
+from robopolicy.building.policies import choose_device, load_policy, load_trainable
+from robopolicy.building.shards import TuningWorkers, prepared
 from robopolicy.building.workers import Workers
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import DataError
 from robopolicy.core.pools import Pool, PoolSettings, open_pool
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.storage import read_json, write_json
+from robopolicy.core.structured import narrowed
 from robopolicy.data.record import record_with
 from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.runs import is_complete, output, run_path
+from robopolicy.training.collection import Collector, make_collector
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.needs import needs_images
 from robopolicy.verbs import collect, evaluate, train
 from robopolicy.verbs.bench import Benchmark, Table
 
@@ -143,7 +152,7 @@ def rollouts_in(config: Config) -> Play:
 
     Raises DataError if the first ones, of workers, differ from those of the same shards in this process.
     """
-    collectors: dict[int, tuple[ShardedCollector | StreamCollector, Iterator[int]]] = {}
+    collectors: dict[int, tuple[Collector, Iterator[int]]] = {}
 
     def play(workers: Workers, episodes: int) -> tuple[int, np.ndarray]:
         key = id(workers.pool)
@@ -159,6 +168,20 @@ def rollouts_in(config: Config) -> Play:
         return int(collector.collect(next(numbers)).alive.sum()), np.zeros(0)
 
     return play
+
+
+def collector_of(config: Config, shards: int, workers: Workers) -> Collector:
+    """Return the collector of a recipe's fine-tuning with this number of shards, on these workers."""
+    path = Path(str(config.evaluate.policy))
+    config = config.replaced(finetune=replace(config.finetune, shards=shards))
+    device = choose_device(config.run)
+    policy = prepared(config, load_trainable(path, config.lerobot, device)).eval()
+    world = build_world(config.world, load_policy(path, device), batch_size=config.finetune.shard_envs, device=device)
+    section = narrowed(FinetuneConfig, config.finetune)
+    algorithm, draws = build_algorithm(section), torch.Generator(device).manual_seed(0)
+    images = "plain" if needs_images(policy, None, algorithm, others=False) else "not"
+    playing = TuningWorkers.of(replace(workers, config=config), path).collecting
+    return make_collector(world, policy, algorithm, section, 0, draws, images=images, workers=playing)
 
 
 def timed(play: Play, workers: Workers) -> tuple[Played, np.ndarray]:
