@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from results_table import RESULTS, ROOT, table
+from results_table import RESULTS, ROOT
 
 from robopolicy.configuration import compose, described
+from robopolicy.evaluation.tables import markdown_table
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.presets import PRESETS
 from robopolicy.verbs.verb import NAMES, declaration
@@ -60,7 +61,9 @@ def settings() -> str:
         parts.append(f"{'#' * (2 + part.path.count('.'))} {part.path}")
         parts.append(part.text)
         if part.keys:
-            parts.append(table(("setting", "default", "meaning"), ((f"`{k}`", f"`{v}`", m) for k, v, m in part.keys)))
+            parts.append(
+                markdown_table(("setting", "default", "meaning"), ((f"`{k}`", f"`{v}`", m) for k, v, m in part.keys))
+            )
     return "\n\n".join(parts) + "\n"
 
 
@@ -74,7 +77,7 @@ def algorithms() -> str:
         "# Algorithms",
         "Choose one with `finetune.algorithm=NAME`; `robopolicy algorithms NAME` explains it, its options and its "
         "source. Slots that a preset leaves empty are not listed.",
-        table(("preset", "mechanisms"), rows),
+        markdown_table(("preset", "mechanisms"), rows),
     ]
     return "\n\n".join(parts) + "\n"
 

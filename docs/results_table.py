@@ -3,16 +3,19 @@
 `python docs/results_table.py` and every build of the documentation write docs/results.md and the headlines of
 README.md; a test fails if they differ from the figures.
 """
+# pyright: reportCallIssue=false, reportArgumentType=false
+# (Paths of two arms are unpacked into a claim.)
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from robopolicy.evaluation.intervals import wilson
+from robopolicy.evaluation.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
@@ -267,7 +270,7 @@ def headlines() -> str:
     for claim in (PUSH_T, PICK_PLACE, IMAGINED, CAMERA, SMOLVLA, TIDY):
         before, after = pooled(claim.benchmark, claim.baseline or ()), pooled(claim.benchmark, claim.result)
         rows.append((claim.text, f"{100 * before.rate:.1f} %", f"**{after}**", f"{after.range} ({after.seeds} seeds)"))
-    return table(("result", "before", "after [95 %]", "range over seeds"), rows)
+    return markdown_table(("result", "before", "after [95 %]", "range over seeds"), rows)
 
 
 INTRODUCTION = f"""# Results
@@ -298,8 +301,8 @@ def page() -> str:
             link = _link(claim.benchmark)
             rows.append((claim.text, told, f"**{after}**", after.range, counted, link))
         head = ("claim", "before, or compared with", "success [95 %]", "range over seeds", "seeds x episodes", "tables")
-        parts += [f"## {section}", table(head, rows)]
-    parts += ["## Other measurements", table(("claim", "figure", "tables"), list(_others()))]
+        parts += [f"## {section}", markdown_table(head, rows)]
+    parts += ["## Other measurements", markdown_table(("claim", "figure", "tables"), list(_others()))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -361,14 +364,6 @@ def _simulation() -> str:
 
 def _memory() -> str:
     return f"{figures('full_size')['finetuning']['pi0']['expert']['bytes'] / 1e9:.0f} GB"
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a Markdown table; bars inside cells are escaped."""
-    names = list(head)
-    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
-    lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
-    return "\n".join(lines)
 
 
 def headed(text: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.storage import read_json, resource, write_atomic
+from robopolicy.evaluation.tables import markdown_table
 from robopolicy.verbs.bench import BENCHMARKS, Benchmark, Table
 
 PLACE = re.compile(r"<!-- table:(\w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -56,8 +57,7 @@ def draw(name: str) -> bool:
 
 def markdown(table: Table) -> str:
     """Return a table in Markdown, under its title."""
-    rows = [table.header, ["---"] * len(table.header), *table.lines]
-    return "\n".join([f"**{table.title}**", "", *(f"| {' | '.join(row)} |" for row in rows)])
+    return "\n".join([f"**{table.title}**", "", markdown_table(table.header, table.lines)])
 
 
 def block(name: str, folder: Path) -> str:

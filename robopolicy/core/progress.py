@@ -44,3 +44,13 @@ def progress(label: str, total: int) -> Generator[Advance, None, None]:
                 count(steps, note)
 
             yield advance
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration, such as 2 min 5 s."""
+    whole_seconds = round(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds} s"
+    if whole_seconds < 3600:
+        return f"{whole_seconds // 60} min {whole_seconds % 60} s"
+    return f"{whole_seconds // 3600} h {whole_seconds % 3600 // 60} min"

@@ -11,7 +11,7 @@ from robopolicy.core.hub import HubName, repository_of
 from robopolicy.core.storage import read_errors, read_object, read_text
 from robopolicy.data.lerobot_format import recorded_origin
 from robopolicy.evaluation.report import JUDGED
-from robopolicy.evaluation.tables import difference_text, evaluation_text
+from robopolicy.evaluation.tables import difference_text, evaluation_text, markdown_table
 from robopolicy.policies.loading import foreign_format, open_checkpoint, saved_origin
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def dataset_card(folder: Path, repository: str, run: Path | None = None) -> str:
         info = read_object(folder / "meta" / "info.json", DataError)
         size = f"{int(info['total_episodes']):,} episodes", f"{int(info['total_frames']):,} steps at {info['fps']} Hz"
         rows = [
-            f"| `{name}` | {column['dtype']} | {'x'.join(map(str, column['shape']))} |"
+            (f"`{name}`", str(column["dtype"]), "x".join(map(str, column["shape"])))
             for name, column in info["features"].items()
         ]
         version = str(info["codebase_version"])
@@ -98,7 +98,7 @@ def dataset_card(folder: Path, repository: str, run: Path | None = None) -> str:
         template_str=(HERE / "dataset_card.md.jinja").read_text(),
         name=repository.rpartition("/")[2],
         summary=f"{size[0]}{world}, {size[1]}.",
-        features="\n".join(["| column | type | shape |", "|---|---|---|", *rows]),
+        features=markdown_table(("column", "type", "shape"), rows),
         repository=repository,
         version=version,
         origin=_items(([f"Command: `{files.command}`"] if files.command else []) + files.origin()),
@@ -146,13 +146,13 @@ class _Run:
         evaluations = self.evaluated()
         if not evaluations:
             return ""
-        lines = ["| policy | world | without exploration noise | with noise | episodes |", "|---|---|---|---|---|"]
+        rows: list[tuple[str, ...]] = []
         with read_errors(self.path or Path(), "Its result.json is damaged"):
             for name, each in evaluations.items():
                 plain = each["deterministic"]
-                rates = " | ".join(evaluation_text(each[mode]) for mode in MODES)
-                lines.append(f"| {name} | {plain['world']} | {rates} | {plain['episodes']} |")
-        return "\n".join(lines)
+                rates = [evaluation_text(each[mode]) for mode in MODES]
+                rows.append((name, str(plain["world"]), *rates, str(plain["episodes"])))
+        return markdown_table(("policy", "world", "without exploration noise", "with noise", "episodes"), rows)
 
     def eval_results(self, world: str) -> "list[EvalResult] | None":
         """Return the success of the resulting policy for the card's metadata, None if there is none."""

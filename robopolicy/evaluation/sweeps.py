@@ -182,13 +182,6 @@ def failures(runs: Sequence[SweptRun]) -> list[list[str]]:
 FAILURE_HEADER = ("failed run", "reason")
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as Markdown."""
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (cells[0], rule, *cells[1:])) + "\n"
-
-
 def sweep_report(title: str, subtitle: str, runs: Sequence[SweptRun], metric: str, command: str) -> Report:
     """Return the page of a sweep: plot, table of settings, table of runs."""
     setting_summaries = summaries(runs, metric)

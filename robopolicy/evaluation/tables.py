@@ -3,13 +3,20 @@
 All take results in the form of result.json, so that a report can be rebuilt from the file alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 STAGES = ["stage", "verb", "success", "with noise", "interval", "world steps", "seconds"]
 """Columns of `stage_rows`."""
 JUDGED = ("student", "tuned", "policy")
 """Names that verbs use for their resulting policy in an evaluation."""
+
+
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]], *, numbers: bool = False) -> str:
+    """Return a table as Markdown; bars inside cells are escaped. numbers: align all columns but the first right."""
+    first, *lines = ([cell.replace("|", "\\|") for cell in row] for row in (header, *rows))
+    rule = ["---", *["---:" if numbers else "---"] * (len(first) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (first, rule, *lines))
 
 
 def rate_in_words(figures: Mapping[str, Any]) -> str:

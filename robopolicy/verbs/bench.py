@@ -47,7 +47,6 @@ Select a custom benchmark by its import path, bench.name=package.module:BENCHMAR
 
 import dataclasses
 import importlib.util
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ from robopolicy.core.run import versions
 from robopolicy.core.storage import remove_leftovers, write_atomic, write_json
 from robopolicy.evaluation.report import Report, Section, render
 from robopolicy.runs import lock_shared_folder, open_folder, output, print_table, publish
-from robopolicy.verbs.verb import Verb, quoted
+from robopolicy.verbs.verb import Verb, setting
 
 VERB = Verb(
     summary="Run a benchmark: simulator speed, algorithms, mechanisms, world models",
@@ -213,7 +212,7 @@ def measure_rows(config: Config, benchmark: Benchmark, pool: Pool, folder: Path)
     if benchmark.rows is None:
         raise ConfigError(f"The rows of '{config.bench.name}' share parts and run in one process: unset workers.count.")
     rows = list(benchmark.rows(config))
-    place = [f"run.root={quoted(str(config.run.root))}", f"run.plugins=[{','.join(config.run.plugins)}]"]
+    place = [setting("run.root", config.run.root), f"run.plugins=[{','.join(config.run.plugins)}]"]
     commands, logs = [], [folder / "logs" / f"{only}-{seed}.txt" for only, seed in rows]
     for only, seed in rows:
         section = dataclasses.replace(config.bench, only=(only,), seeds=(seed,))
@@ -287,17 +286,11 @@ def refuse_unread(config: Config, benchmark: Benchmark) -> None:
 
 def command_of(config: Config) -> str:
     """Return the command line that reruns this benchmark with the same settings."""
-
-    def written(item: object) -> str:
-        text = str(item)
-        return json.dumps(text) if set(text) & set("=,:[]{}'\"") else text
-
     defaults, words = type(config.bench)(), ["robopolicy", "bench", config.bench.name]
     for item in dataclasses.fields(config.bench):
         value = getattr(config.bench, item.name)
         if item.name != "name" and value != getattr(defaults, item.name):
-            text = f"[{','.join(map(written, value))}]" if isinstance(value, tuple) else str(value)
-            words.append(f"bench.{item.name}={text}")
+            words.append(setting(f"bench.{item.name}", value))
     return shlex.join(words)
 
 

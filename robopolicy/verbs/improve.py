@@ -10,10 +10,8 @@ itself. If interrupted, run the same command again: finished stages are kept, th
 0: an improved policy was chosen, 1: the base policy is kept.
 """
 
-import json
 import math
 import os
-import re
 import resource
 import shlex
 import sys
@@ -39,6 +37,7 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.machine import in_bytes
 from robopolicy.core.origin import origin_of, renaming_of
 from robopolicy.core.policy import Policy
+from robopolicy.core.progress import format_duration
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_object, write_json
 from robopolicy.core.structured import to_plain
@@ -48,7 +47,7 @@ from robopolicy.evaluation.tables import difference_text
 from robopolicy.policies.abilities import WrapsModule
 from robopolicy.policies.loading import foreign_format
 from robopolicy.runs import finish, finished, open_run, output, run_path
-from robopolicy.verbs.verb import VERBS, Verb, declaration
+from robopolicy.verbs.verb import VERBS, Verb, declaration, setting
 
 VERB = Verb(
     summary="Improve a checkpoint with a simulator or a log: plan, run, compare",
@@ -67,8 +66,6 @@ TRIED = 64
 """Number of episodes of each evaluation in the measurement."""
 PARTS = (0.02, 0.02, 0.1)
 """Fractions of the updates of `offline` in its short runs, of which the first only loads what they need."""
-PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)(?:[A-Za-z_/~]|\.\.?/)[\w./@%+~-]*", re.IGNORECASE)
-"""Text that a setting may contain without quotes."""
 SIMULATED = (
     "Fine-tuning in the simulator reached 97.5 % [96.3, 98.3] on push_t and 98.3 % [97.3, 98.9] on pick_place; the log "
     "alone, through the gate, 94.3 % [92.2, 95.9] and 94.8 % [92.8, 96.3] (docs/results.md)."
@@ -256,7 +253,7 @@ def plan_log(config: Config, root: Path, policy: Policy, plan: dict[str, Any]) -
     plan["stages"] = [{**stage, "seconds": fixed + rounds * once}]
     plan["estimate"] = (
         f"from short runs of offline, measured just now on this machine and extrapolated to offline.rounds={rounds} of "
-        f"{in_time(once)} each"
+        f"{format_duration(once)} each"
     )
     plan["memory"] = memory_used()
     plan["limits"] += [
@@ -302,20 +299,6 @@ def changes(section: str, values: object, defaults: object) -> list[str]:
 def world_settings(config: Config) -> list[str]:
     """Return the settings that name and change the world, as they are written on the command line."""
     return changes("world", config.world, WorldSection(name="")) if config.world.name else []
-
-
-def setting(key: str, value: object) -> str:
-    """Return key=value as it is written on the command line."""
-    return f"{key}={_written(value)}"
-
-
-def _written(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_written(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_written, value))}]"
-    text = str(value) if isinstance(value, Path) else value
-    return text if isinstance(text, str) and PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 
 
 def composed(stage: Mapping[str, Any]) -> Config:
@@ -460,14 +443,9 @@ def show(plan: Mapping[str, Any]) -> None:
     for reason in plan["reasons"]:
         say(f"- {reason}")
     for number, stage in enumerate(plan["stages"], 1):
-        say(f"{number}. {stage['name']}, about {in_time(stage['seconds'])}:\n   {command(stage)}")
+        say(f"{number}. {stage['name']}, about {format_duration(stage['seconds'])}:\n   {command(stage)}")
     total = sum(stage["seconds"] for stage in plan["stages"])
-    say(f"About {in_time(total)} and {in_bytes(round(plan['memory']))} of memory, {plan['estimate']}.")
-
-
-def in_time(seconds: float) -> str:
-    """Return a duration as text."""
-    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.0f} s"
+    say(f"About {format_duration(total)} and {in_bytes(round(plan['memory']))} of memory, {plan['estimate']}.")
 
 
 def run_stage(stage: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:

@@ -43,7 +43,6 @@ from robopolicy.evaluation.sweeps import (
     RUN_HEADER,
     SweptRun,
     failures,
-    markdown,
     metric_of,
     numbers_in,
     run_rows,
@@ -52,6 +51,7 @@ from robopolicy.evaluation.sweeps import (
     table,
     value_of,
 )
+from robopolicy.evaluation.tables import markdown_table
 from robopolicy.runs import RESULT, decisive, open_folder, output, print_table, publish, run_name, run_path
 from robopolicy.verbs.verb import VERBS, Verb, configuration_of, declaration, overrides
 
@@ -293,14 +293,18 @@ def _command(config: Config) -> str:
     return shlex.join(["robopolicy", "sweep", *config.sweep.command, *sweep_settings])
 
 
+def _numbers(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return markdown_table(header, rows, numbers=True) + "\n"
+
+
 def _write(config: Config, folder: Path, verb: str, shown: list[SweptRun]) -> None:
     """Write table.md, table.json and report.html with the results so far."""
     metric = metric_of(shown, config.sweep.metric)
     setting_summaries = summaries(shown, metric)
     header, rows = table(setting_summaries, metric)
-    parts = (f"# Sweep of {verb}\n", f"`{_command(config)}`\n", markdown(header, rows))
-    failed = [markdown(FAILURE_HEADER, failures(shown))] if failures(shown) else []
-    write_atomic(folder / "table.md", "\n".join([*parts, markdown(RUN_HEADER, run_rows(shown, metric)), *failed]))
+    parts = (f"# Sweep of {verb}\n", f"`{_command(config)}`\n", _numbers(header, rows))
+    failed = [_numbers(FAILURE_HEADER, failures(shown))] if failures(shown) else []
+    write_atomic(folder / "table.md", "\n".join([*parts, _numbers(RUN_HEADER, run_rows(shown, metric)), *failed]))
     runs = [
         {
             **{name: value for name, value in vars(each).items() if name != "result"},

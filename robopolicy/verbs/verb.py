@@ -6,12 +6,12 @@ Declarations are parsed from the source, so help on any verb imports neither tor
 
 import ast
 import importlib.util
+import json
 import re
-import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.registry import Registry
@@ -19,8 +19,8 @@ from robopolicy.core.registry import Registry
 if TYPE_CHECKING:
     from robopolicy.configuration import Config
 
-PLAIN = frozenset(string.ascii_letters + string.digits + "_-./~@%+")
-"""Characters that a value may contain without quotes."""
+PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)(?:[A-Za-z_/~]|\.\.?/)[A-Za-z0-9_./@%+~-]*", re.IGNORECASE)
+"""Text that is a setting's value without quotes."""
 
 NAMES = (
     "demo",
@@ -159,9 +159,20 @@ def _exists(argument: str) -> bool:
         return False
 
 
-def quoted(path: str) -> str:
-    """Return a path quoted so that it is parsed back unchanged, whatever characters it contains."""
-    return path if set(path) <= PLAIN else _in_quotes(path)
+def setting(key: str, value: object) -> str:
+    """Return key=value as it is written on the command line."""
+    return f"{key}={quoted(value)}"
+
+
+def quoted(value: object) -> str:
+    """Return the value of a setting as text that is parsed back unchanged, whatever characters it contains."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{quoted(each)}" for key, each in cast(Mapping[str, object], value).items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(quoted, cast(Sequence[object], value)))}]"
+    if isinstance(value, str | Path):
+        return str(value) if PLAIN.fullmatch(str(value)) else _in_quotes(str(value))
+    return json.dumps(value)
 
 
 def _in_quotes(text: str) -> str:

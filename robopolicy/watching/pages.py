@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from robopolicy.core.errors import RobopolicyError
+from robopolicy.core.progress import format_duration
 from robopolicy.core.status import Phase
 from robopolicy.evaluation.report import Report, Section, report_of, templates
 from robopolicy.watching.comparison import Compared, curves, default_metrics, metrics_of, open_runs, settings, table
@@ -109,7 +110,7 @@ class Pages:
             "phases": phases,
             "phase": phases[0] if phases else None,
             "inside": "/".join(inside),
-            "took": duration(run.seconds) if run.seconds else "",
+            "took": format_duration(run.seconds) if run.seconds else "",
             "when": moment(run.updated),
         }
 
@@ -145,18 +146,8 @@ def _phase(phase: Phase) -> dict[str, Any]:
         "note": phase.note,
         "percent": f"{100 * share:.0f}",
         "counted": f"{phase.done:,} of {phase.total:,}",
-        "left": "" if seconds_left is None else f"about {duration(seconds_left)} left",
+        "left": "" if seconds_left is None else f"about {format_duration(seconds_left)} left",
     }
-
-
-def duration(seconds: float) -> str:
-    """Format a duration, such as 2 min 5 s."""
-    whole_seconds = round(seconds)
-    if whole_seconds < 60:
-        return f"{whole_seconds} s"
-    if whole_seconds < 3600:
-        return f"{whole_seconds // 60} min {whole_seconds % 60} s"
-    return f"{whole_seconds // 3600} h {whole_seconds % 3600 // 60} min"
 
 
 def moment(when: float) -> str:
