@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.benchmarks.rates import pooled, rate_text, short, spread_text
-from robopolicy.benchmarks.runs import Variant, chosen_from, few_iterations, run_variant
+from robopolicy.benchmarks.runs import FORMER_PPO, Variant, chosen_from, few_iterations, run_variant
 from robopolicy.configuration import Config, compose
 from robopolicy.core.progress import progress
 from robopolicy.evaluation.plots import method_curves
@@ -136,7 +136,7 @@ def time_per_iteration(config: Config, root: Path, task: str, rounds: int = 5) -
         for turn in range(rounds):
             for name, settings in EQUAL_LEAVES.items():
                 quick = ("finetune.iterations=2", "finetune.evaluate_every=0", "finetune.target_kl=null")
-                run_config = compose([f"recipe={task}", *GENTLE, *settings, *quick])
+                run_config = compose([f"recipe={task}", *FORMER_PPO.get(task, ()), *GENTLE, *settings, *quick])
                 last = few_iterations(run_config, base, Path(folder) / f"{turn} {name}", turn)
                 seconds[name].append((last["seconds_collect"], last["seconds_update"]))
                 advance()

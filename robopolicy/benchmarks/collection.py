@@ -16,7 +16,7 @@ import torch
 
 from robopolicy.benchmarks.algorithms import GENTLE, TOKEN_GRPO
 from robopolicy.benchmarks.rates import rate_text, short, spread_text
-from robopolicy.benchmarks.runs import Variant, chosen_from, pretrained, run_variant
+from robopolicy.benchmarks.runs import FORMER_PPO, Variant, chosen_from, pretrained, run_variant
 from robopolicy.building.policies import choose_device
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, compose
@@ -62,7 +62,9 @@ def speed_of(config: Config, root: Path, task: str, name: str) -> dict[str, dict
     """
     run_variant(config, root, task, f"good_{name}", POLICIES[name], config.bench.seeds[0])
     checkpoint = root / task / "finetune" / f"good_{name}" / str(config.bench.seeds[0]) / "checkpoint"
-    run_config = compose([f"recipe={task}", *LEARNING, "finetune.groups=32", *config.bench.overrides])
+    run_config = compose(
+        [f"recipe={task}", *FORMER_PPO.get(task, ()), *LEARNING, "finetune.groups=32", *config.bench.overrides]
+    )
     device, section = choose_device(run_config.run), narrowed(FinetuneConfig, run_config.finetune)
     policy = require_trainable(load_policy(checkpoint, device))
     collectors = {}

@@ -44,20 +44,12 @@ from robopolicy.verbs.bench import Benchmark, Table
 
 SOURCE = "https://github.com/irom-lab/dppo"
 EQUAL = (
-    "finetune.rollout_length=15",
     "finetune.minibatch=1920",
-    "finetune.epochs=5",
-    "finetune.scored_steps=0",
-    "finetune.critic_activation=mish",
-    "finetune.critic_warmup=3",
-    "finetune.world_options.substeps=null",
     "finetune.evaluate_every=1",
     "finetune.checkpoint_every=1000000",
     "finetune.target_success=null",
 )
-"""Settings of ours in which the recipe differs from what both do. 256 x 15 chunks are two minibatches: theirs skips a
-partial one.
-"""
+"""Settings of ours, in addition to `FORMER_PPO`. 256 x 15 chunks are two minibatches: theirs skips a partial one."""
 PARTS = ("collect", "prepare", "update")
 CHUNK, DECISIONS = 8, 15
 

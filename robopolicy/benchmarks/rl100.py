@@ -13,7 +13,7 @@ from typing import Any
 from rich.rule import Rule
 
 from robopolicy.benchmarks.rates import rate_text, spread_text
-from robopolicy.benchmarks.runs import each_task
+from robopolicy.benchmarks.runs import FORMER_PPO, each_task
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
 from robopolicy.evaluation.tables import stage_summary
@@ -40,7 +40,8 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 def measure(config: Config, root: Path, task: str, seed: str) -> dict[str, Any]:
     """Return the summary of every stage on one task and seed; see `stage_summary`."""
     folder = root / "pipeline" / task / seed
-    overrides = ",".join(f"'{each}'" for each in config.bench.overrides)
+    given = *FORMER_PPO.get(task, ()), *config.bench.overrides
+    overrides = ",".join(f"'{each}'" for each in given)
     shared_settings = [f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"]
     if not is_complete(folder):
         arguments = [f"pipeline.recipe={task}", f"pipeline.overrides=[{overrides}]"]
@@ -56,9 +57,7 @@ def measure(config: Config, root: Path, task: str, seed: str) -> dict[str, Any]:
                 f"offline.policy={result_of_pipeline['folders']['imitation']}/checkpoint",
                 f"run.name={name}",
             ]
-            offline.run(
-                compose([f"recipe={task}", *shared_settings, *config.bench.overrides, *settings, *offline_arguments])
-            )
+            offline.run(compose([f"recipe={task}", *shared_settings, *given, *settings, *offline_arguments]))
         result = read_json(root / "offline" / name / seed / "result.json")
         single_stages[row] = stage_summary("offline", result, result["seconds"])
     return {**result_of_pipeline["stages"], **single_stages}
