@@ -45,7 +45,8 @@ KINDS = {"states": "push_t", "cameras": "push_t_pixels"}
 POOLS = {"local 1": ("local", 1), "local 2": ("local", 2), "ray 1": ("ray", 1), "ray 2": ("ray", 2)}
 """Name of a pool -> kind of pool, and number of workers."""
 WORK = ("evaluation", "collection", "rollouts")
-EPISODES, BATCH, SHARDS = 128, 32, 4
+EPISODES, BATCH = 128, 32
+SHARDS = 4
 SMALL = ("collect.episodes=24", "train.fit.steps=100", "train.evaluate_episodes=0", "run.threads=1")
 
 
