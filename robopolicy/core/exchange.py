@@ -232,31 +232,45 @@ def rows_of_all(own: Tensor) -> Tensor:
     return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
 
 
+def is_divided(value: object) -> bool:
+    """Whether a tensor is one of which each process has a part (a DTensor of FSDP)."""
+    return hasattr(value, "full_tensor")
+
+
 def add_gradients(parameters: Sequence[nn.Parameter], terms: Iterable[Tensor] = ()) -> list[Tensor]:
     """Replace the gradients of `parameters` by their sums over all processes; return the sums of the scalars `terms`,
     [] each.
 
-    They are added in one exchange. Every process gets the same bits. A non-finite number in one of them is one in all.
+    They are added in one exchange; those of divided weights have been added by FSDP. Every process gets the same bits.
+    A non-finite number in one of them is one in all.
     """
     scalars = [term.detach() for term in terms]
     if replicas.count() == 1:
         return scalars
     device = parameters[0].device
     kind = torch.float64 if any(each.dtype == torch.float64 for each in parameters) else torch.float32
-    present = torch.tensor([each.grad is not None for each in parameters], dtype=kind, device=device)
+    whole = [each for each in parameters if not is_divided(each)]
+    if len(whole) < len(parameters) and all(each.grad is None for each in parameters):
+        raise ConfigError(
+            "finetune.fsdp=true, but FSDP has found no gradients: log_prob of this policy returns a type whose tensors "
+            "it does not find. Return robopolicy.core.policy.Scores, or register the type with "
+            "torch.utils._pytree.register_dataclass."
+        )
+    present = torch.tensor([each.grad is not None for each in whole], dtype=kind, device=device)
     pieces = [
         torch.zeros(each.numel(), dtype=kind, device=device) if each.grad is None else each.grad.flatten().to(kind)
-        for each in parameters
+        for each in whole
     ]
     ends = [each.reshape(1).to(device, kind) for each in scalars]
     flat = torch.cat([*pieces, present, *ends])
-    with _exchanging():
-        distributed.all_reduce(_counted(flat))
+    if len(flat):
+        with _exchanging():
+            distributed.all_reduce(_counted(flat))
     place = 0
     with torch.no_grad():
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(whole):
             size = parameter.numel()
-            if flat[len(flat) - len(ends) - len(parameters) + index] > 0:
+            if flat[len(flat) - len(ends) - len(whole) + index] > 0:
                 parameter.grad = flat[place : place + size].reshape(parameter.shape).to(parameter.dtype)
             place += size
     return [value.to(scalar.dtype) for value, scalar in zip(flat[len(flat) - len(ends) :], scalars, strict=True)]
@@ -267,10 +281,14 @@ class ReplicasDifferError(RobopolicyError):
 
 
 def require_equal(tensors: Iterable[Tensor], what: str, where: str) -> None:
-    """Raise ReplicasDifferError unless tensors [...] are the same bits in all processes; where: name of the step."""
+    """Raise ReplicasDifferError unless tensors [...] are the same bits in all processes; where: name of the step.
+
+    Divided tensors are not compared.
+    """
     if replicas.count() == 1:
         return
-    total = sum(int(each.detach().contiguous().view(_WORDS[each.element_size()]).sum()) for each in tensors)
+    whole = (each.detach() for each in tensors if not is_divided(each))
+    total = sum(int(each.contiguous().view(_WORDS[each.element_size()]).sum()) for each in whole)
     sums = [torch.zeros(1, dtype=torch.int64) for _ in range(replicas.count())]
     with _exchanging():
         distributed.all_gather(sums, torch.tensor([total % 2**62]))

@@ -2,13 +2,16 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError, RobopolicyWarning, require_extra
+from robopolicy.core.exchange import is_divided
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.nn.configuration import Optimiser
+from robopolicy.nn.fsdp import divided_like
 
 NOTHING_TO_TRAIN = "There are no parameters to train: every parameter is frozen."
 
@@ -43,7 +46,7 @@ def restore_optimiser(optimiser: torch.optim.Optimizer, tree: Mapping[str, Mappi
         for parameter in group["params"]:
             for name, value in tree[str(number)].items():
                 if name != "step":
-                    optimiser.state[parameter][name] = value.to(parameter.device).clone()
+                    optimiser.state[parameter][name] = divided_like(value.to(parameter.device), parameter).clone()
                 elif not value.is_floating_point():  # counted in Python, as bitsandbytes does
                     optimiser.state[parameter][name] = int(value)
                 else:
@@ -197,6 +200,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, where: str)
     Raises NonFiniteError, naming `where`, if it is not finite.
     """
     norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+    norm = cast(Any, norm).full_tensor() if is_divided(norm) else norm
     require_finite("the gradient norm", norm, where)
     return norm
 

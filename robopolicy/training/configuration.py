@@ -159,7 +159,7 @@ class FinetuneConfig(AlgorithmConfig):
     """
 
     FIXED: ClassVar[Mapping[str, Any]] = {"log_ratio_clamp": LOG_RATIO_CLAMP}
-    ADDED: ClassVar[Mapping[str, Any]] = {"critic_activation": "mish"}
+    ADDED: ClassVar[Mapping[str, Any]] = {"critic_activation": "mish", "fsdp": False}
     """Settings that runs of earlier versions did not save, and the values that these runs have; they can be resumed."""
     RENAMED: ClassVar[Mapping[str, str]] = {
         "starts": "num_initial_states",
@@ -215,6 +215,10 @@ class FinetuneConfig(AlgorithmConfig):
     shards: Count = 1
     """Number of parts that collection is divided into, for several workers (workers.count). Results depend on it, but
     not on the number of workers.
+    """
+    fsdp: bool = False
+    """With several processes (torchrun): divide the policy's weights, gradients and optimiser states among them
+    (FSDP2), for policies that do not fit on one GPU.
     """
     staleness: Natural = 0
     """Age, in updates, of the policy weights used for collection parallel to learning; reproducible. Younger after a

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from robopolicy.core import replicas
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.exchange import broadcast, bytes_exchanged, require_equal
 from robopolicy.core.former_names import accept_former_arguments
 from robopolicy.core.images import Keeping
@@ -33,6 +34,7 @@ from robopolicy.core.stages import HasStages
 from robopolicy.core.structured import current as current_settings
 from robopolicy.core.structured import to_plain
 from robopolicy.core.world import World
+from robopolicy.nn.fsdp import divided_copy, divided_state, whole_tree, whole_weights
 from robopolicy.nn.micro_batches import in_micro_batches, in_minibatches, scores_of
 from robopolicy.nn.optimisers import require_finite
 from robopolicy.nn.precision import tolerance_in, training_precision
@@ -150,6 +152,27 @@ def finetune(
     return tuning.run(after_checkpoint)
 
 
+def _require_divisible(config: FinetuneConfig, workers: ShardWorkers | None) -> None:
+    """Raise ConfigError for settings with which the policy's weights cannot be divided among processes."""
+    if replicas.count() == 1:
+        raise ConfigError(
+            "fsdp=true divides the policy's weights among processes, but there is only one: start several with "
+            "torchrun --nproc-per-node N -m robopolicy finetune ..., or set fsdp=false."
+        )
+    names = [name for name in ("staleness", "policy_lag", "props_parts") if getattr(config, name)]
+    if config.proximal_policy == "average":
+        names.append("proximal_policy=average")
+    if names:
+        raise ConfigError(
+            f"fsdp=true divides the policy's weights, but {', '.join(names)} needs copies of them: set fsdp=false, or "
+            "restore the defaults of these settings."
+        )
+    if workers is not None:
+        raise ConfigError(
+            "fsdp=true collects and evaluates in the processes that train: set workers.count=1 workers.pool=local."
+        )
+
+
 class _Finetuning:
     """The state of one run."""
 
@@ -166,7 +189,6 @@ class _Finetuning:
         course: StoppingRule,
         workers: ShardWorkers | None,
     ):
-        self.policy = policy.eval()
         self.world = world
         self.config = config
         self.seed = seed
@@ -182,6 +204,11 @@ class _Finetuning:
         self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None
         base = copy_trainable(policy).requires_grad_(False) if Need.BASE in self.algorithm.needs else None
         self.device = next(policy.parameters()).device
+        self.plain = policy.eval()
+        if config.fsdp:
+            _require_divisible(config, workers)
+            policy = cast(Trainable, divided_copy(cast(nn.Module, policy)))
+        self.policy = policy
         require_lowering(policy, config.precision)
         self.generators = Generators(seed, self.device)
         self.return_scale = ReturnScale().to(self.device)
@@ -227,6 +254,10 @@ class _Finetuning:
         return self.critic is not None or Need.FLOW_VALUES in self.algorithm.needs
 
     def run(self, after_checkpoint: AfterCheckpoint | None) -> FinetuneResult:
+        if self.config.fsdp and after_checkpoint is not None:
+            raise ConfigError(
+                "fsdp=true works in simulators only: set fsdp=false for a run that changes its world model."
+            )
         if self.iteration == 0:
             self._begin()
         try:
@@ -245,15 +276,16 @@ class _Finetuning:
             self.collector.close()
         if self.best_weights is not None:
             load_trainable_state(self.policy, self.best_weights)
-        if self.run_folder is not None:
-            self.policy.save(self.run_folder.checkpoint)
+        self._write("checkpoint")
+        if self.config.fsdp:
+            cast(nn.Module, self.plain).to(self.device)
         return FinetuneResult(self.iteration, self.env_steps, self.course.ended or EndReason.ITERATIONS, self.best)
 
     def _begin(self) -> None:
         """Save and evaluate the initial policy: the first point of the learning curve, and the best until surpassed."""
         figures = self._evaluate() if self.evaluate is not None and self.config.evaluate_every > 0 else {}
+        self._write("base")
         if self.run_folder is not None:
-            self.policy.save(self.run_folder.path / "base")
             self.run_folder.rewind("iteration", -1)
             self.run_folder.log({"iteration": 0, "env_steps": 0, **figures})
 
@@ -263,8 +295,12 @@ class _Finetuning:
         with training_precision(self.config.precision), in_micro_batches(self.config.micro_batch):
             if self.turns is not None and not self.config.staleness:  # batches in the background set it themselves
                 self.turns.begin(self._context.share)
-            collected_rollouts = self.collector.collect(self.iteration)
-            with in_minibatches(minibatch_decisions(self.algorithm, self.config, collected_rollouts)):
+            with whole_weights(self.policy):
+                collected_rollouts = self.collector.collect(self.iteration)
+            with (
+                whole_weights(self.policy),
+                in_minibatches(minibatch_decisions(self.algorithm, self.config, collected_rollouts)),
+            ):
                 rollouts = self._prepare(collected_rollouts)
                 collect_end = time.perf_counter()
                 precision, tokens = self.config.precision, self.policy.spec.categorical
@@ -412,26 +448,28 @@ class _Finetuning:
         """Evaluate both modes, update the stopping rule, and save the weights if they are the best so far."""
         assert self.evaluate is not None
         evaluate, confirm = self.evaluate, self.confirm
-        figures = broadcast(
-            lambda: {
-                f"{mode}_{name}": float(value)
-                for mode in ("deterministic", "stochastic")
-                for name, value in evaluate(self.policy, mode == "deterministic").items()
-            }
-        )
-        if confirm is not None:
-            figures = self.course.confirmed(
-                figures,
-                lambda: broadcast(lambda: {name: float(v) for name, v in confirm(self.policy, self.iteration).items()}),
+        with whole_weights(self.policy):
+            figures = broadcast(
+                lambda: {
+                    f"{mode}_{name}": float(value)
+                    for mode in ("deterministic", "stochastic")
+                    for name, value in evaluate(self.policy, mode == "deterministic").items()
+                }
             )
+            if confirm is not None:
+                figures = self.course.confirmed(
+                    figures,
+                    lambda: broadcast(
+                        lambda: {name: float(v) for name, v in confirm(self.policy, self.iteration).items()}
+                    ),
+                )
         self.course.observe(figures)
         reached_target = self.course.ended is EndReason.TARGET
         # The policy that reached the target is kept even if an earlier one scored higher.
         if reached_target or not self.best_believed or score(figures) > score(self.best):
             self.best, self.best_believed = {"iteration": self.iteration, **figures}, True
             self.best_weights = {name: value.clone() for name, value in trainable_state(self.policy).items()}
-            if self.run_folder is not None:
-                self.policy.save(self.run_folder.checkpoint)
+            self._write("checkpoint")
         self._hold()
         return figures
 
@@ -440,13 +478,23 @@ class _Finetuning:
         if "bc" in self.algorithm.auxiliaries:
             self.learner.knobs["bc_scale"] = self.course.bc_weight
 
+    def _write(self, name: str) -> None:
+        """Write the policy to folder `name` of the run; with fsdp its complete weights are then those of `plain`."""
+        if self.config.fsdp:
+            self.plain.load_state_dict(whole_tree(self.policy.state_dict()))
+        if self.run_folder is not None:
+            self.plain.save(self.run_folder.path / name)
+
     def _save(self) -> None:
+        if self.run_folder is None and not self.config.fsdp:
+            return
+        self._write("last")
+        tree = whole_tree(self._tree())
         if self.run_folder is None:
             return
-        self.policy.save(self.run_folder.path / "last")
         if isinstance(self.replay, StoresPairs):
             self.replay.store(self.run_folder.path / "preferences", self.world.spec.instructions)
-        save_trainer(self.run_folder.resume_point, self._tree())
+        save_trainer(self.run_folder.resume_point, tree)
 
     def _tree(self) -> dict[str, Any]:
         return {
@@ -482,7 +530,7 @@ class _Finetuning:
         for part in ("config", "collector"):
             require_same_parts(tree[part], current[part], run.resume_point)
         require_same_config(
-            tree["config"], self._settings(), may_change=("iterations", "target_success", "patience", "shards")
+            tree["config"], self._settings(), may_change=("iterations", "target_success", "patience", "shards", "fsdp")
         )
         self.iteration = tree["iteration"]
         self.env_steps = tree["env_steps"]
@@ -490,7 +538,7 @@ class _Finetuning:
         self.course.restore(tree["course"])
         self.best_believed = tree["best_believed"]
         self.history, self.memory = tuple(tree["history"]), tree["memory"]
-        self.best_weights = tree["best_weights"] or None
+        self.best_weights = divided_state(self.policy, tree["best_weights"]) or None
         self.learner.restore(tree["learner"])
         self.collector.restore(tree["collector"])
         for name, model in self.models.items():

@@ -149,6 +149,7 @@ def plan_memory(
     packed: float = 1.0,
     optimiser: Optimiser = "adamw",
     replicas: int = 1,
+    fsdp: bool = False,
 ) -> MemoryBudget:
     """Run one row of `policy`, prepared for fine-tuning, and return the memory budget of `decisions` chunks.
 
@@ -156,7 +157,9 @@ def plan_memory(
     (or tokens) per chunk with log-probabilities, 0 for all; copies: holders of the weights, the first two exist before
     a run starts; device: the policy's device, None for that of its weights; images: whether rollouts store camera
     images; packed: compressed size of images as a fraction, 0 when they are stored elsewhere; optimiser: name of the
-    optimiser; replicas: number of data-parallel processes, which divide minibatches and add their gradients.
+    optimiser; replicas: number of data-parallel processes, which divide minibatches and add their gradients; fsdp:
+    whether they divide the optimiser's state and the gradients too. Weights are then divided between steps only, and
+    counted as complete.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton: who fine-tunes, pays
 
@@ -178,14 +181,13 @@ def plan_memory(
     each = _saved(policy, lambda: policy.log_prob(*doubled).logp) - row_bytes
     learns = list(policy.trainable_parameters())
     weights = sum(_bytes(weight) for weight in policy.parameters() if weight.requires_grad)
+    gradients = sum(map(_bytes, learns))
+    # The weights from before a step (`Learner` keeps them for the KL stop), and the optimiser's state.
+    states = saved_weights_bytes(optimiser, learns) + optimiser_bytes(optimiser, learns)
     return MemoryBudget(
         weights=weights,
         copies=copies,
-        # Gradients, the weights from before a step (`Learner` keeps them for the KL stop), the optimiser's state.
-        learning=sum(map(_bytes, learns))
-        + _added(learns, replicas)
-        + saved_weights_bytes(optimiser, learns)
-        + optimiser_bytes(optimiser, learns),
+        learning=gradients + _added(learns, replicas) + ((gradients + states) // replicas if fsdp else states),
         kept=decisions * (chunk_bytes + latent_bytes) + own_rows * (copy_bytes + latent_bytes),
         decisions=decisions,
         activations=row_bytes + (at_once - 1) * each,

@@ -23,6 +23,7 @@ from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservati
 from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.row_draws import RowDraws
 from robopolicy.core.segments import Segments
+from robopolicy.nn.fsdp import divided_state, whole_tree
 from robopolicy.nn.micro_batches import scores_of, values_of
 from robopolicy.nn.optimisers import (
     SavedWeights,
@@ -461,7 +462,7 @@ class Learner:
     def rebase(self) -> None:
         """Reset the base (reference) policy to the current policy; the KL/BC terms are relative to it from now on."""
         if self.base is not None:
-            load_trainable_state(self.base, trainable_state(self.policy))
+            load_trainable_state(self.base, whole_tree(trainable_state(self.policy)))
             self.reborn = True
 
     def weights(self) -> list[Tensor]:
@@ -487,7 +488,7 @@ class Learner:
         self.steps = tree["steps"]
         self.knobs = dict(tree["knobs"])
         self.stats = dict(tree["stats"])
-        self.policy.load_state_dict(tree["policy"])
+        self.policy.load_state_dict(divided_state(self.policy, tree["policy"]))
         restore_optimiser(self.optimiser, tree["actor_optimiser"])
         if self.critic is not None and self.critic_optimiser is not None:
             self.critic.load_state_dict(tree["critic"])

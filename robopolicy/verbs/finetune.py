@@ -93,7 +93,7 @@ def tune(config: Config, workers: Workers) -> int:
         )
     policy = prepared(config, load_trainable(path, config.lerobot, device))
     base_module = base.module if isinstance(base, WrapsModule) else base
-    if isinstance(base_module, nn.Module):
+    if isinstance(base_module, nn.Module) and not section.fsdp:
         share_frozen(policy, base_module)
     world = build_world(collection_world(config.world, section), base, batch_size=section.shard_envs, device=device)
     print_memory(config, policy, base, world)
@@ -114,6 +114,8 @@ def tune(config: Config, workers: Workers) -> int:
         return evaluate_policy(judging, candidate, fresh_seeds, **options).figures()
 
     clock = job.folder.clock()
+    if isinstance(base_module, nn.Module) and section.fsdp:
+        base_module.to("cpu")  # until it is evaluated
     critic = build_critic(world, section, config.run.seed).to(device)
     finetuning = finetune(
         policy,
@@ -130,6 +132,8 @@ def tune(config: Config, workers: Workers) -> int:
     if job.is_over:
         return 0
     seconds = clock.seconds
+    if isinstance(base_module, nn.Module):
+        base_module.to(device)
     saved = Saved({"base": path, "tuned": job.folder.checkpoint}, like=path, workers=workers)
     verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes, saved)
     job.film(judging, {"base": base, "fine-tuned": policy}, section.evaluate_episodes, section.videos)
@@ -204,7 +208,7 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     others_read = stores or config.finetune.teacher is not None or config.plan.model is not None
     images = needs_images(policy, None, algorithm, others=others_read)
     options: dict[str, Any] = {"micro_batch": learning.micro_batch, "optimiser": learning.optimiser, "images": images}
-    options["replicas"] = replicas.count()
+    options |= {"replicas": replicas.count(), "fsdp": learning.fsdp}
     if images and learning.packed_images:  # in the processor's memory
         options["packed"] = packed_image_fraction(world) if device.type == "cpu" else 0.0
     plan = partial(plan_memory, device=device, **options)

@@ -18,8 +18,11 @@ from seeing_toys import STATE, SeeingWorld, denoising_policy, token_policy
 from robopolicy import cli
 from robopolicy.core import replicas
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.exchange import is_divided
+from robopolicy.core.policy import Scores
 from robopolicy.core.randomness import Generators
 from robopolicy.data.record import record
+from robopolicy.nn.fsdp import whole_tree
 from robopolicy.policies import DenoisingPolicy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.rl.critic import state_critic
@@ -73,13 +76,20 @@ JOBS = {
     "shards of streams": {"shards": 2, "iterations": 2},
     "shards of groups": {"algorithm": "grpo", "shards": 2, "overprovision": 0.5, "iterations": 2},
     "shards in the background": {"shards": 2, "staleness": 1, "iterations": 3},
+    "divided weights": {"target_kl": 1e-4, "epochs": 4, "learning_rate": 1e-3, "iterations": 2},
+    "divided in micro-batches": {"micro_batch": 5},
+    "divided weights of tokens": {"algorithm": "ppo", "iterations": 2},
     "images": {},
     "packed images": {"packed_images": True},
     "tokens": {"algorithm": "ppo", "auxiliaries": ("entropy",)},
 }
 JOBS["another KL in process 1"] = JOBS["KL stop"]
 JOBS["a loss that compares rows"] = {"algorithm": "grpo", "auxiliaries": ("replica_runs:shuffled",)}
-REFUSED = {"a loss that compares rows": "randperm", "parts of different sizes": "different numbers of rows"}
+REFUSED = {
+    "a loss that compares rows": "randperm",
+    "scores of another type": "FSDP has found no gradients",
+    "parts of different sizes": "different numbers of rows",
+}
 """Jobs that several processes refuse, with a word of the error."""
 REGRESSIONS = {
     "fit a diffusion policy": ({}, 0),
@@ -95,7 +105,15 @@ MODELS = ("ensemble", "rssm", "pixel diffusion", "video", "latent ensemble")
 WITH_NOISE = {"rssm": 0, "pixel diffusion": 0, "video": 0, "latent ensemble": 1}
 """Models whose processes draw the noise of their losses for their own rows, with the number of stages that draw none.
 """
-SEEING = {"images": denoising_policy, "packed images": denoising_policy, "tokens": token_policy}
+JOBS["scores of another type"] = {}
+DIVIDED = {"scores of another type", "divided weights", "divided weights of tokens", "divided in micro-batches"}
+"""Jobs whose processes divide the weights (fsdp)."""
+SEEING = {
+    "divided weights of tokens": token_policy,
+    "images": denoising_policy,
+    "packed images": denoising_policy,
+    "tokens": token_policy,
+}
 """Jobs of policies with cameras."""
 
 
@@ -105,10 +123,20 @@ def shuffled(inputs) -> torch.Tensor:
     return (inputs.scores.logp[order] - inputs.scores.logp).square().mean()
 
 
-def small_policy(world, **changes):
+class OwnScores(Scores):
+    """Log-probabilities in a type that nobody has registered as a pytree."""
+
+
+class OtherPolicy(DenoisingPolicy):
+    def log_prob(self, observation, latents):
+        scores = super().log_prob(observation, latents)
+        return OwnScores(scores.logp, scores.entropy, scores.extras)
+
+
+def small_policy(world, policy_class: Any = DenoisingPolicy, **changes: Any):
     config = DenoisingPolicyConfig(width=16, depth=1, sampling_steps=3, **changes)
     spec = world.spec
-    policy = DenoisingPolicy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions)
+    policy = policy_class(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions)
     policy.prepare_finetuning(2)
     with torch.no_grad():  # so that a base, a teacher and the policy differ
         for parameter in policy.trainable_parameters():
@@ -119,7 +147,7 @@ def small_policy(world, **changes):
 def run(job: str) -> dict:
     """Run a job; return the first gradients of policy and critic, the weights, and the number of actor steps."""
     torch.manual_seed(0)
-    changes = JOBS[job]
+    changes = {**JOBS[job], "fsdp": job in DIVIDED and replicas.count() > 1}
     name = changes.get("algorithm", "dppo")
     world = SeeingWorld(8) if job in SEEING else make_world("reach_planar", 8)
     policy = (
@@ -135,14 +163,17 @@ def run(job: str) -> dict:
     experts = None
     if job == "with experts":
         experts = record(world, load_task("reach_planar").expert(), range(8), generator=torch.Generator())
+    if job == "scores of another type":
+        policy = small_policy(world, OtherPolicy)
     gradients: dict[int, torch.Tensor] = {}
+    divided: list[bool] = []
     clip = update.clip_gradients
 
     def seen(parameters, limit, where):
         if len(parameters) not in gradients:
-            gradients[len(parameters)] = torch.cat(
-                [each.grad.flatten() for each in parameters if each.grad is not None]
-            )
+            divided.append(all(map(is_divided, parameters)))
+            found = [whole_tree(each.grad) for each in parameters if each.grad is not None]
+            gradients[len(parameters)] = torch.cat([each.flatten() for each in found])
         return clip(parameters, limit, where)
 
     update.clip_gradients = seen
@@ -163,6 +194,7 @@ def run(job: str) -> dict:
         finetune(policy, critic, world, config, seed=0, guidance=Guidance(teacher, experts=experts))
     finally:
         update.clip_gradients, update.Learner.update, update.approximate_kl = clip, first, divergence
+    assert any(divided) == changes["fsdp"]
     weights = torch.cat([each.detach().flatten() for each in policy.parameters()])
     return {
         **{f"gradient {size}": value for size, value in gradients.items()},

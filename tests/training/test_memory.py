@@ -45,6 +45,9 @@ def test_what_is_kept_is_counted():
     assert (both.minibatch, both.at_once, both.activations) == (4, 2, budget.activations - 2 * budget.each)
     assert both.kept == (10 + 2) * (1200 + 8 + 4 * 3 * 2) and both.learning == 5 * 4 * tuned
     assert both.text().startswith("Estimated memory of each of 2 processes: ")
+    # The gradient is complete for a moment, in two types; what stays of it, of the weights and moments is divided.
+    divided = plan_memory(policy, 10, 4, replicas=2, fsdp=True)
+    assert divided.learning == (2 + 4 / 2) * 4 * tuned
 
 
 def test_frames_of_a_history_are_counted_once_but_in_copies():

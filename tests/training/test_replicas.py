@@ -146,6 +146,22 @@ def test_a_killed_process_ends_all_and_the_same_command_resumes_exactly(ranks, r
     assert results[0] == results[1]
 
 
+def test_divided_weights_resume_exactly_and_load_in_one_process(ranks, root, data, tmp_path):
+    command = ("finetune", *TINY, *data, "finetune.fsdp=true")
+    whole = ranks.run(tmp_path / "whole", (*command, "run.name=fsdp"))
+    assert whole.codes == [0, 0], whole.stderr
+    killed = ranks.run(tmp_path / "killed", (*command, "run.name=fsdp_parts"), fault="killed", call=14)
+    assert killed.codes == [2, -signal.SIGKILL]
+    again = ranks.run(tmp_path / "again", (*command, "run.name=fsdp_parts"))
+    assert again.codes == [0, 0], again.stderr
+    results = [contents(root / "finetune" / name / "0") for name in ("fsdp", "fsdp_parts")]
+    assert results[0] == results[1]
+    settings = ("world=reach_planar", "evaluate.episodes=8", "run.threads=1")
+    checkpoint = root / "finetune/fsdp/0/checkpoint"
+    alone = ranks.run(tmp_path / "alone", ("evaluate", checkpoint, *settings, f"run.root={root}"), count=1)
+    assert alone.codes == [0], alone.stderr
+
+
 @pytest.mark.parametrize("fault", ["killed", "nan", "raises"])
 def test_a_fault_of_one_process_ends_all_with_one_error(ranks, data, tmp_path, fault):
     result: Result = ranks.run(tmp_path, ("finetune", *TINY, *data, f"run.name={fault}"), fault=fault, call=14)
