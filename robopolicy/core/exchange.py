@@ -242,7 +242,7 @@ def add_gradients(parameters: Sequence[nn.Parameter], terms: Iterable[Tensor] = 
     [] each.
 
     They are added in one exchange; those of divided weights have been added by FSDP. Every process gets the same bits.
-    A non-finite number in one of them is one in all.
+    A non-finite number in one of them is one in all. Raises ConfigError if FSDP has found no gradients.
     """
     scalars = [term.detach() for term in terms]
     if replicas.count() == 1:

@@ -72,14 +72,16 @@ def whole_weights(policy: object) -> Generator[None]:
 
 
 def whole_tree(tree: Any) -> Any:
-    """Return nested mappings with divided tensors as complete ones, on the CPU; all processes call it."""
+    """Return nested mappings with divided tensors [...] as complete ones, on the CPU; all processes call it."""
     if is_mapping(tree):
         return {key: whole_tree(value) for key, value in tree.items()}
     return cast(Any, tree).full_tensor().cpu() if is_divided(tree) else tree
 
 
 def divided_like(value: Tensor, other: Tensor) -> Tensor:
-    """Return this process's part of a complete tensor of the shape of `other`, if that is divided; else `value`."""
+    """Return this process's part of a complete tensor [...] if `other` [...] is divided and of equal shape; else
+    `value`.
+    """
     if not is_divided(other) or is_divided(value) or value.shape != other.shape:
         return value
     from torch.distributed.tensor import distribute_tensor

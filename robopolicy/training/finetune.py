@@ -152,8 +152,8 @@ def finetune(
     return tuning.run(after_checkpoint)
 
 
-def _require_divisible(config: FinetuneConfig, workers: ShardWorkers | None) -> None:
-    """Raise ConfigError for settings with which the policy's weights cannot be divided among processes."""
+def _divided(policy: Trainable, config: FinetuneConfig, workers: ShardWorkers | None) -> Trainable:
+    """Return a copy of `policy` whose weights the processes divide; raises ConfigError for settings that exclude it."""
     if replicas.count() == 1:
         raise ConfigError(
             "fsdp=true divides the policy's weights among processes, but there is only one: start several with "
@@ -171,6 +171,7 @@ def _require_divisible(config: FinetuneConfig, workers: ShardWorkers | None) -> 
         raise ConfigError(
             "fsdp=true collects and evaluates in the processes that train: set workers.count=1 workers.pool=local."
         )
+    return cast(Trainable, divided_copy(cast(nn.Module, policy)))
 
 
 class _Finetuning:
@@ -205,9 +206,7 @@ class _Finetuning:
         base = copy_trainable(policy).requires_grad_(False) if Need.BASE in self.algorithm.needs else None
         self.device = next(policy.parameters()).device
         self.plain = policy.eval()
-        if config.fsdp:
-            _require_divisible(config, workers)
-            policy = cast(Trainable, divided_copy(cast(nn.Module, policy)))
+        policy = _divided(policy, config, workers) if config.fsdp else policy
         self.policy = policy
         require_lowering(policy, config.precision)
         self.generators = Generators(seed, self.device)

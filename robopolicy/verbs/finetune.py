@@ -7,7 +7,8 @@ finetune.shards=4 workers.count=4 collects in 4 processes; results depend on fin
 Data-parallel: torchrun --nproc-per-node 2 -m robopolicy finetune ... divides every minibatch among 2 processes.
 """
 
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -114,26 +115,23 @@ def tune(config: Config, workers: Workers) -> int:
         return evaluate_policy(judging, candidate, fresh_seeds, **options).figures()
 
     clock = job.folder.clock()
-    if isinstance(base_module, nn.Module) and section.fsdp:
-        base_module.to("cpu")  # until it is evaluated
     critic = build_critic(world, section, config.run.seed).to(device)
-    finetuning = finetune(
-        policy,
-        critic,
-        world,
-        narrowed(FinetuneConfig, section),
-        job.folder,
-        evaluate=job.evaluator(judging, section.evaluate_episodes, players),
-        confirm=confirm,
-        seed=config.run.seed,
-        guidance=load_guidance(config, world, config.world.model, policy),
-        workers=on_workers.collecting,
-    )
+    with on_cpu(base_module, section.fsdp):
+        finetuning = finetune(
+            policy,
+            critic,
+            world,
+            narrowed(FinetuneConfig, section),
+            job.folder,
+            evaluate=job.evaluator(judging, section.evaluate_episodes, players),
+            confirm=confirm,
+            seed=config.run.seed,
+            guidance=load_guidance(config, world, config.world.model, policy),
+            workers=on_workers.collecting,
+        )
     if job.is_over:
         return 0
     seconds = clock.seconds
-    if isinstance(base_module, nn.Module):
-        base_module.to(device)
     saved = Saved({"base": path, "tuned": job.folder.checkpoint}, like=path, workers=workers)
     verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes, saved)
     job.film(judging, {"base": base, "fine-tuned": policy}, section.evaluate_episodes, section.videos)
@@ -147,6 +145,17 @@ def tune(config: Config, workers: Workers) -> int:
     restarted = sum(int(record.get("shards_restarted", 0)) for record in job.folder.metrics())
     job.finish(compared(verdicts) | result | ({"shards_restarted": restarted} if restarted else {}))
     return 0
+
+
+@contextmanager
+def on_cpu(policy: object, wanted: bool) -> Generator[None]:
+    """Keep the weights of `policy` on the CPU for the time of the context, if `wanted`."""
+    device = next(policy.parameters()).device if wanted and isinstance(policy, nn.Module) else None
+    if isinstance(policy, nn.Module) and device is not None:
+        policy.to("cpu")
+    yield
+    if isinstance(policy, nn.Module) and device is not None:
+        policy.to(device)
 
 
 def dry_run(config: Config) -> int:
