@@ -215,7 +215,10 @@ def chunks_of(data: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def imitated(observations: np.ndarray, chunks: np.ndarray, steps: int, batch: int, seed: int, target: Path) -> float:
-    """Pre-train their network with their loss and our schedule, save it at `target`; return the processor seconds."""
+    """Pre-train their network on scaled observations with their loss and our schedule, and save it at `target`.
+
+    Returns the processor seconds.
+    """
     from hydra.utils import instantiate
 
     torch.manual_seed(derive_seed(seed, "dppo"))
@@ -314,11 +317,12 @@ def measured(config: Config, root: Path, seed: int) -> dict[str, Any]:
     section = run_config.finetune
     learning = narrowed(FinetuneConfig, section)
     observations, chunks = chunks_of(demonstrations(root, TASK, seed))
+    normalize = Normalizer(observations)
     modules_of(checkout)
     network = folder / "imitated.pt"
     training = run_config.train
     steps = size.imitation or training.fit.steps
-    imitation_seconds = imitated(observations, chunks, steps, training.batch_size, seed, network)
+    imitation_seconds = imitated(normalize(observations), chunks, steps, training.batch_size, seed, network)
 
     policy, frozen = load_trainable(base, run_config.lerobot), load_policy(base)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
@@ -326,7 +330,7 @@ def measured(config: Config, root: Path, seed: int) -> dict[str, Any]:
     judge = build_world(run_config.world, frozen, batch_size=size.episodes)
     critic = build_critic(world, section, seed)
     settings = partial(configuration, learning, size.rows, seed, folder, network)
-    arms = Arms(Theirs(checkout, settings, Normalizer(observations)), judge, size, seed)
+    arms = Arms(Theirs(checkout, settings, normalize), judge, size, seed)
     critic.register_forward_pre_hook(lambda *_: arms.clock.mark("update" if torch.is_grad_enabled() else "prepare"))
     run = RunFolder(folder / "ours")
     finetune(policy, critic, world, learning, run, evaluate=arms.evaluate, seed=seed)
