@@ -142,6 +142,17 @@ FORMER_PPO = {
         "finetune.checkpoint_every=10",
         "finetune.evaluate_every=10",
     ),
+    "pick_place": (
+        "finetune.world_options.substeps=null",
+        "finetune.scored_steps=0",
+        "finetune.rollout_length=20",
+        "finetune.minibatch=2048",
+        "finetune.critic_warmup=3",
+        "finetune.critic_activation=mish",
+        "finetune.iterations=100",
+        "finetune.checkpoint_every=10",
+        "finetune.evaluate_every=10",
+    ),
 }
 """PPO settings of the published tables, for recipes that have faster ones now. Only the benchmark `recipes` runs a
 recipe as it is.
