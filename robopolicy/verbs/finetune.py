@@ -28,6 +28,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy, Trainable
+from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
 from robopolicy.evaluation.success import compared, evaluate_policy
@@ -39,11 +40,12 @@ from robopolicy.policies.loading import checkpoint_in, foreign_format, weights_b
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.preferences import StoresPairs
 from robopolicy.rl.registry import Need
-from robopolicy.runs import default_path, output
+from robopolicy.runs import default_path, output, print_table, run_path
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.memory import MemoryBudget, packed_image_fraction, plan_memory, policy_copies
 from robopolicy.training.needs import needs_images
+from robopolicy.training.scaling import HEADER, LEGEND, Recorded, scaling_rows
 from robopolicy.training.update import by_episode, minibatch_rows, random_steps
 from robopolicy.verbs.advice import Evidence, print_advice
 from robopolicy.verbs.job import (
@@ -159,10 +161,13 @@ def on_cpu(policy: object, wanted: bool) -> Generator[None]:
 
 
 def dry_run(config: Config) -> int:
-    """Print the memory that fine-tuning would take, without running it; raises ConfigError when less is available."""
+    """Print the memory that fine-tuning would take, without running it, and, if this run has begun, the time of its
+    iterations on more processes; raises ConfigError when less memory is available.
+    """
     budget, device = planned(config), choose_device(config.run)
     output.print(budget.text(), soft_wrap=True, highlight=False)
     output.print(budget.whole(), soft_wrap=True, highlight=False)
+    print_scaling(config, device)
     free_bytes = free_memory(device)
     if free_bytes is not None and budget.loading > free_bytes:
         raise ConfigError(
@@ -171,6 +176,20 @@ def dry_run(config: Config) -> int:
         )
     budget.require(None if free_bytes is None else free_bytes - budget.held)
     return 0
+
+
+def print_scaling(config: Config, device: torch.device) -> None:
+    """Print the time of an iteration on more processes, if iterations of this run in one process are recorded."""
+    folder = run_path(config, "finetune")
+    alone = config.workers.count == 1 and config.finetune.shards == 1 and replicas.count() == 1
+    recorded = Recorded.of(RunFolder(folder).metrics()) if alone and folder.exists() else None
+    if recorded is None:
+        return
+    title = f"Time of an iteration, from {recorded.iterations} iterations in {folder}"
+    print_table(title, HEADER, scaling_rows(recorded, config.finetune.num_envs))
+    output.print(LEGEND, soft_wrap=True, highlight=False)
+    if device.type == "cpu":
+        output.print("Times on a GPU cannot be computed from a run on a CPU: run a few iterations there first.")
 
 
 def planned(config: Config) -> MemoryBudget:

@@ -102,8 +102,9 @@ class FinetuneSection(FinetuneConfig):
     evaluate_episodes: Count = 200
     """Number of episodes of each evaluation and of the final one."""
     dry_run: bool = False
-    """Only print the estimated memory and computation. LeRobot policies of any size need only config.json and the
-    processors for this; their weights are not read.
+    """Only print the estimated memory and computation; if the run has begun, also the computed time of an iteration on
+    more processes. LeRobot policies of any size need only config.json and the processors for this; their weights are
+    not read.
     """
     videos: Natural = 8
     """Number of episodes in the video of base and fine-tuned policy, 0 for none."""
