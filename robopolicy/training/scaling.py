@@ -1,7 +1,8 @@
 """Time of a fine-tuning iteration on more processes, computed from the recorded iterations of a run in one process.
 
 Collection and evaluation are divided by the workers, each of which keeps `KEPT` of the speed of a single process; the
-update is divided by the data-parallel processes, without the time to exchange gradients. With finetune.staleness=1 the
+update is divided by the data-parallel processes, without the time to exchange gradients. Sending weights and rollouts
+takes `SENDING` seconds. With finetune.staleness=1 the
 longer of collection and update counts. Everything but the first row is computed, not measured.
 """
 
@@ -12,6 +13,8 @@ from typing import Any
 
 KEPT = 0.9
 """Share of its speed that collection keeps on a worker: of decisions per CPU second, `robopolicy bench workers`."""
+SENDING = 0.05
+"""Seconds in which weights go to the workers of one machine and rollouts come back, measured for push_t."""
 SETUPS = ((4, 1), (16, 1), (64, 1), (64, 8))
 """Workers and data-parallel processes of the computed rows."""
 HEADER = ["processes", "collect", "update", "evaluate", "iteration", "speed", "basis"]
@@ -48,8 +51,10 @@ class Recorded:
 
     def on(self, workers: int, replicas: int, overlaps: bool = False) -> "Recorded":
         """Return the seconds of an iteration with workers, data-parallel processes, and overlapping collection."""
-        share = 1 if workers == 1 else KEPT * workers
-        return Recorded(self.collect / share, self.update / replicas, self.evaluate / share, self.iterations, overlaps)
+        share, sending = (1, 0.0) if workers == 1 else (KEPT * workers, SENDING)
+        return Recorded(
+            self.collect / share + sending, self.update / replicas, self.evaluate / share, self.iterations, overlaps
+        )
 
 
 def scaling_rows(recorded: Recorded, environments: int) -> list[list[str]]:
