@@ -48,15 +48,24 @@ class Ranks:
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
         )
 
-    def start(self, folder: Path, arguments: Sequence[object], fault: str = "", call: int = 0, count: int = 2) -> Any:
+    def start(
+        self,
+        folder: Path,
+        arguments: Sequence[object],
+        fault: str = "",
+        call: int = 0,
+        count: int = 2,
+        jobs: Sequence[str] = (),
+    ) -> Any:
         """Start `count` processes with a command line, process 1 with a fault; return their ids.
 
-        Without arguments they compute the jobs of `replica_runs.py`, in `folder`.
+        Without arguments they compute jobs of `replica_runs.py`, in `folder`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.count = folder, count
         words = [str(word) for word in arguments]
         order = {"folder": str(folder), "arguments": words, "fault": fault, "call": call, "count": count}
+        order["jobs"] = list(jobs)
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
@@ -137,7 +146,7 @@ def _obeyed(order: Any) -> int:
 
     if order["arguments"]:
         return replica_runs.command(order["fault"], order["call"], order["arguments"])
-    replica_runs.main(Path(order["folder"]))
+    replica_runs.main(Path(order["folder"]), *order["jobs"])
     return 0
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from robopolicy.data.record import record
 from robopolicy.nn.fsdp import whole_tree
 from robopolicy.policies import DenoisingPolicy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
+from robopolicy.policies.lerobot.configuration import LeRobotTuning, TrainableWeights
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.presets import PRESETS
 from robopolicy.training import fit, update
@@ -106,7 +108,15 @@ WITH_NOISE = {"rssm": 0, "pixel diffusion": 0, "video": 0, "latent ensemble": 1}
 """Models whose processes draw the noise of their losses for their own rows, with the number of stages that draw none.
 """
 JOBS["scores of another type"] = {}
-DIVIDED = {"scores of another type", "divided weights", "divided weights of tokens", "divided in micro-batches"}
+SLOW = {"SmolVLA": {"rollout_length": 2, "minibatch": 8}}
+"""Jobs that are run when they are asked for."""
+DIVIDED = {
+    "SmolVLA",
+    "scores of another type",
+    "divided weights",
+    "divided weights of tokens",
+    "divided in micro-batches",
+}
 """Jobs whose processes divide the weights (fsdp)."""
 SEEING = {
     "divided weights of tokens": token_policy,
@@ -144,10 +154,23 @@ def small_policy(world, policy_class: Any = DenoisingPolicy, **changes: Any):
     return policy
 
 
+def tiny_smolvla() -> Any:
+    """Return a policy of LeRobot's class, with all its weights trained."""
+    from test_lerobot_learns import save  # imports LeRobot
+
+    from robopolicy.building.policies import load_trainable
+
+    with TemporaryDirectory() as folder:
+        tuning = LeRobotTuning(flow_noise_level=0.15, trainable=TrainableWeights.ALL)
+        policy = load_trainable(save("smolvla", Path(folder)), tuning)
+    policy.prepare_finetuning()
+    return policy
+
+
 def run(job: str) -> dict:
     """Run a job; return the first gradients of policy and critic, the weights, and the number of actor steps."""
     torch.manual_seed(0)
-    changes = {**JOBS[job], "fsdp": job in DIVIDED and replicas.count() > 1}
+    changes = {**(JOBS | SLOW)[job], "fsdp": job in DIVIDED and replicas.count() > 1}
     name = changes.get("algorithm", "dppo")
     world = SeeingWorld(8) if job in SEEING else make_world("reach_planar", 8)
     policy = (
@@ -155,9 +178,12 @@ def run(job: str) -> dict:
         if job in SEEING
         else small_policy(world, **({"likelihood": Likelihood.MATCHING} if name in BY_MATCHING else {}))
     )
+    if job == "SmolVLA":
+        world, policy = SeeingWorld(8), tiny_smolvla()
     if job in SEEING:
         policy.prepare_finetuning(2)
-    critic = state_critic({STATE: world.spec.observation[STATE]}, 1, width=16) if job in SEEING else None
+    has_cameras = isinstance(world, SeeingWorld)
+    critic = state_critic({STATE: world.spec.observation[STATE]}, 1, width=16) if has_cameras else None
     critic = critic or state_critic(world.spec.observation, 1, width=16)
     teacher = small_policy(world) if name in NEED_TEACHER or job in ("with dagger", "with distill") else None
     experts = None
@@ -280,13 +306,13 @@ def command(fault: str, call: int, arguments: list[str]) -> int:
     return cli.main(arguments)
 
 
-def main(folder: Path) -> None:
-    """Compute all jobs."""
+def main(folder: Path, *jobs: str) -> None:
+    """Compute these jobs, or all that are not slow."""
     replicas.join()
     results, errors = {}, {}
-    for job in (*JOBS, *REGRESSIONS, *MODELS):
+    for job in jobs or (*JOBS, *REGRESSIONS, *MODELS):
         try:
-            results[job] = run(job) if job in JOBS else regression(job)
+            results[job] = run(job) if job in JOBS | SLOW else regression(job)
         except Exception as error:
             errors[job] = f"{type(error).__name__}: {error}"
     torch.save((results, errors), folder / f"{replicas.count()}-{replicas.rank()}.pt")

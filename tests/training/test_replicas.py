@@ -89,6 +89,20 @@ def test_two_processes_have_the_gradients_of_one_and_equal_weights(jobs, job: st
     torch.testing.assert_close(first["weights"], one["weights"], rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
+def test_a_tiny_smolvla_has_the_gradients_of_one_process_when_divided(ranks, tmp_path):
+    for count in (1, 2):
+        result = ranks.run(tmp_path, (), count=count, jobs=["SmolVLA"])
+        assert result.codes == [0] * count, result.stderr
+    (one, errors), (two, _) = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("1-0", "2-1"))
+    assert not errors
+    names = [name for name in one["SmolVLA"] if name.startswith("gradient")]
+    assert len(names) == 2
+    for name in names:
+        value = one["SmolVLA"][name]
+        torch.testing.assert_close(two["SmolVLA"][name], value, rtol=0, atol=1e-5 * float(value.abs().max()))
+
+
 def test_every_preset_is_compared_and_the_divergence_stops_some(jobs):
     assert set(PRESETS) <= set(JOBS)
     actor_steps, was_stopped = jobs[0]["KL stop"]["stats"].reshape(-1, 2).unbind(1)
@@ -132,10 +146,9 @@ def test_a_killed_process_ends_all_and_the_same_command_resumes_exactly(ranks, r
     assert "divide every minibatch, 8 of 16 action chunks each" in whole.stdout
     assert whole.stdout.count("Stopped after") == 1
     command = "finetune", *TINY, *data, "run.name=parts"
-    killed = under_torchrun("killed", 14, *command)
-    _, errors = killed.communicate(timeout=400)
-    assert killed.returncode != 0
-    (error,) = ours(errors)
+    killed = ranks.run(tmp_path / "killed", command, fault="killed", call=14)
+    assert killed.codes == [2, -signal.SIGKILL]
+    (error,) = ours(killed.stderr)
     assert "One of the 2 processes of this run has ended" in error
     assert not (root / "finetune/parts/0/result.json").exists()
     steps = len((root / "finetune/parts/0/metrics.jsonl").read_text().splitlines())
@@ -162,18 +175,26 @@ def test_divided_weights_resume_exactly_and_load_in_one_process(ranks, root, dat
     assert alone.codes == [0], alone.stderr
 
 
-@pytest.mark.parametrize("fault", ["killed", "nan", "raises"])
+@pytest.mark.slow
+def test_a_killed_process_ends_torchrun(root, data):
+    process = under_torchrun("killed", 14, "finetune", *TINY, *data, "run.name=torchrun_killed")
+    _, errors = process.communicate(timeout=400)
+    assert process.returncode != 0
+    (error,) = ours(errors)
+    assert "One of the 2 processes of this run has ended" in error
+
+
+@pytest.mark.parametrize("fault", ["nan", "raises"])
 def test_a_fault_of_one_process_ends_all_with_one_error(ranks, data, tmp_path, fault):
     result: Result = ranks.run(tmp_path, ("finetune", *TINY, *data, f"run.name={fault}"), fault=fault, call=14)
     (error,) = ours(result.stderr)
     text = {
-        "killed": "One of the 2 processes of this run has ended",
         "nan": "The log-probability is not finite at fine-tuning iteration",
         "raises": "Process 1 has a problem of its own.",
     }
     assert text[fault] in error
     assert "Traceback" not in result.stderr
-    assert result.codes == [2, -signal.SIGKILL if fault == "killed" else 2]
+    assert result.codes == [2, 2]
 
 
 def wait_for_iterations(root: Path, name: str, is_over: Callable[[], bool]) -> None:
