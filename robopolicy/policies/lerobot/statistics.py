@@ -1,6 +1,6 @@
 """Normalisation statistics of LeRobot processors: find missing ones and fill them from data.
 
-A checkpoint that was not trained on own data may have no statistics, and LeRobot then leaves values unnormalised:
+A pretrained checkpoint may have no statistics for the data at hand; LeRobot then leaves values unnormalised:
 radians or pixels would be treated as normalised actions. Axes: N value.
 """
 
