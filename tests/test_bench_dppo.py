@@ -5,11 +5,13 @@ import sys
 import numpy as np
 import pytest
 
-from robopolicy.benchmarks.dppo import BENCHMARK, Clock, modules_of, per_thousand, require_checkout
+from robopolicy.benchmarks.dppo import BENCHMARK, Clock, chunks_of, modules_of, per_thousand, require_checkout
 from robopolicy.benchmarks.push_t_env import PushT
 from robopolicy.cli import main
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.data.lerobot_format import write_dataset
+from robopolicy.data.record import record
 from sims.registry import make_expert, make_world
 
 
@@ -66,3 +68,20 @@ def test_tables_show_seconds_per_thousand_steps_after_the_warm_up_and_success():
     speed, success = BENCHMARK.tables({"seeds": {"0": run}})
     assert speed.lines[-1] == ["whole iteration", "4.0000", "4.0000", "1.00", "1.00"]
     assert success.lines[-1] == ["0", "4", "2 / 1", "60.0 % / 50.0 %", "75.0 % / 50.0 %"]
+
+
+def test_chunks_follow_their_observations(tmp_path):
+    world = make_world("push_t", 4)
+    expert = make_expert("push_t", world.spec)
+    assert expert is not None
+    episodes = record(world, expert, np.arange(4))
+    write_dataset(episodes, tmp_path / "data")
+    observations, chunks = chunks_of(tmp_path / "data")
+    assert len(observations) == sum(length - 7 for length in episodes.lengths.tolist())
+    alone, row = PushT(), 0
+    for seed, length in enumerate(episodes.lengths.tolist()):
+        by_hand = alone.start(seed)
+        for _ in range(length - 7):
+            np.testing.assert_allclose(observations[row], by_hand, atol=1e-5)
+            by_hand, _, _ = alone.advance(chunks[row, 0])
+            row += 1

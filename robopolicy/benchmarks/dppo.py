@@ -204,14 +204,13 @@ def network_settings() -> dict[str, Any]:
 def chunks_of(data: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return observations [N, 19] and the action chunks [N, 8, 2] that follow them, of every complete chunk."""
     episodes = read_dataset(data)
-    observation = np.concatenate([episodes.observation[key].numpy() for key in (STATE, ENVIRONMENT_STATE)], -1)
-    actions = episodes.actions.numpy()
     first, starts = 0, []
     for length in episodes.lengths.tolist():
-        starts.append(np.arange(first, first + max(0, length - CHUNK + 1)))
+        starts.append(torch.arange(first, first + max(0, length - CHUNK + 1)))
         first += length
-    index = np.concatenate(starts)
-    return observation[index], actions[index[:, None] + np.arange(CHUNK)]
+    batch = episodes.windows(torch.cat(starts), 1, CHUNK, (STATE, ENVIRONMENT_STATE))
+    observation = torch.cat([batch["observation"][key][:, -1] for key in (STATE, ENVIRONMENT_STATE)], -1)
+    return observation.numpy(), batch["actions"].numpy()
 
 
 def imitated(observations: np.ndarray, chunks: np.ndarray, steps: int, batch: int, seed: int, target: Path) -> float:
