@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_collection_on_workers import tuned, weights
 from test_evaluation_on_workers import evaluate, outcomes
 from test_local_pool import alive, refuse  # noqa: F401 (workers import it)
 
@@ -187,6 +188,22 @@ def test_evaluation_equals_one_process_though_a_worker_is_killed(root, in_this_c
     assert evaluate(root, "ray-killed", "workers.count=2", "workers.pool=ray") == 0
     assert killed and not alive(killed[0])
     assert outcomes(root, "evaluate", "ray-killed") == outcomes(root, "evaluate", "one")
+
+
+def test_fine_tuning_with_shards_equals_one_process_though_a_worker_is_killed(root, in_this_cluster, monkeypatch):
+    assert tuned(root, "shards-alone") == 0
+    killed, real = [], RayPool.map
+
+    def map_and_kill(self, function, items):
+        for result in real(self, function, items):
+            if not killed and self._busy and function.endswith("play_shard"):
+                killed.append(self.processes[next(iter(self._busy.values()))[0]])
+                os.kill(killed[0], signal.SIGKILL)
+            yield result
+
+    monkeypatch.setattr(RayPool, "map", map_and_kill)
+    assert tuned(root, "shards-on-ray", "workers.count=2", "workers.pool=ray") == 0
+    assert killed and weights(root, "shards-on-ray") == weights(root, "shards-alone")
 
 
 def test_closing_ends_every_process_and_leaves_no_folder():
