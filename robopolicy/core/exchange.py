@@ -252,7 +252,7 @@ def add_gradients(parameters: Sequence[nn.Parameter], terms: Iterable[Tensor] = 
     whole = [each for each in parameters if not is_divided(each)]
     if len(whole) < len(parameters) and all(each.grad is None for each in parameters):
         raise ConfigError(
-            "finetune.fsdp=true, but FSDP has found no gradients: log_prob of this policy returns a type whose tensors "
+            "FSDP has found no gradients: log_prob of this policy returns a type whose tensors "
             "it does not find. Return robopolicy.core.policy.Scores, or register the type with "
             "torch.utils._pytree.register_dataclass."
         )

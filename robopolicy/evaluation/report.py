@@ -348,7 +348,7 @@ def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate
     if any("deterministic_real_success" in record for record in tuning):
         caption = (
             "Same initial states in the simulator and the world model, Wilson 95 % intervals. Real episodes were "
-            "not used for training, but selected the best policy (unless imagine.select_by=imagined)."
+            "not used for training, but selected the best policy (unless imagined episodes selected it)."
         )
         report.sections.append(Section("Imagined and real success", caption, svg=plots.imagined_and_real(tuning)))
     elif tuning:

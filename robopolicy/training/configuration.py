@@ -197,17 +197,15 @@ class FinetuneConfig(AlgorithmConfig):
     branch_width: Count = 2
     """Number of episodes that continue from a split."""
     branch_by: Literal["all", "uncertainty"] = "all"
-    """Distribution of branches at a policy call: equal over all running episodes, or by uncertainty (TreePO), where a
-    group's running episodes share its branches and those whose last chunk was less likely get more.
+    """Distribution of branches at a policy call: all episodes alike, or by uncertainty (TreePO): the less likely
+    a chunk was, the more of its group's branches the episode gets.
     """
     branch_sampling_step: Natural | tuple[Natural, ...] | None = None
     """Number of denoising steps of the branching policy call that branches share, null for none; several, such as
     [0,2], split after each of them, and every branch splits again.
     """
     max_idle_chunks: Natural = 0
-    """Consecutive policy calls without movement after which an episode is truncated, as by a time limit; 0 for
-    never.
-    """
+    """Consecutive policy calls without movement after which an episode is truncated; 0 for never."""
     overprovision: NonNegative = 0.0
     """Extra groups in flight, as a fraction of those that an iteration learns from. Collection then does not wait for
     the longest episodes, which continue in the next iteration (APRIL). 0 waits for all.
@@ -221,11 +219,11 @@ class FinetuneConfig(AlgorithmConfig):
     (FSDP2), for policies that do not fit on one GPU.
     """
     staleness: Natural = 0
-    """Age, in updates, of the policy weights used for collection parallel to learning; reproducible. Younger after a
+    """Age, in updates, of the policy weights used for collection parallel to learning. Younger after a
     checkpoint, where collection restarts. 0 alternates collection and learning.
     """
     policy_lag: Natural = 0
-    """Fixed age, in updates, of the policy weights used for collection. It alternates with learning; reproducible."""
+    """Fixed age, in updates, of the weights used for collection. It alternates with learning; reproducible."""
     props_parts: Natural = 0
     """Number of parts in which an iteration is collected; later parts are steered away from oversampled actions
     (PROPS). 0 disables it.
@@ -243,9 +241,9 @@ class FinetuneConfig(AlgorithmConfig):
     advantages come from their returns. Supported for token policies and algorithms that compare episodes.
     """
     proximal_policy: Literal["current", "behaviour", "average"] = "current"
-    """Centre of the clip range for chunks from older policies: current (the policy before the update, AReaL), behaviour
-    (the policy that acted, whose log-probabilities are recorded), or average (an exponential moving average of past
-    policies, PPO-EWMA, for all chunks). coefficient=decoupled_ppo also weights by it.
+    """Centre of the clip range for chunks of older policies: current (before the update, AReaL), behaviour (the policy
+    that acted) or average (moving average of past policies, PPO-EWMA, for all chunks). coefficient=decoupled_ppo also
+    weights by it.
     """
     proximal_decay: Fraction = 0.889
     """EMA decay of the proximal policy per update; its centre of mass lies decay / (1 - decay) updates back."""
@@ -268,7 +266,7 @@ class FinetuneConfig(AlgorithmConfig):
     gradients only).
     """
     critic_warmup: Natural = 1
-    """Number of first iterations that train only the critic (of states or of noisy actions)."""
+    """Number of first iterations that train only the critic."""
     learning_rate: Positive = 5e-4
     """Learning rate of the policy."""
     actor_warmup: Natural = 30
@@ -276,7 +274,7 @@ class FinetuneConfig(AlgorithmConfig):
     critic_learning_rate: Positive = 1e-3
     """Learning rate of the critic."""
     critic_activation: Literal["mish", "silu", "relu"] = "mish"
-    """Activation function of the critic: mish (as in DPPO), or silu or relu, which take less time on a CPU."""
+    """Activation function of the critic: mish (as in DPPO), or silu or relu, which are faster."""
     optimiser: Optimiser = "adamw"
     """Optimiser of the policy: adamw, or adamw8bit (CUDA)."""
     weight_decay: NonNegative = 0.0

@@ -2,8 +2,8 @@
 
 Collection and evaluation are divided by the workers, each of which keeps `KEPT` of the speed of a single process; the
 update is divided by the data-parallel processes, without the time to exchange gradients. Sending weights and rollouts
-takes `SENDING` seconds. With finetune.staleness=1 the
-longer of collection and update counts. Everything but the first row is computed, not measured.
+takes `SENDING` seconds. If collection and update overlap, the longer one counts. Everything but the first row is
+computed, not measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,6 @@ SENDING = 0.05
 SETUPS = ((4, 1), (16, 1), (64, 1), (64, 8))
 """Workers and data-parallel processes of the computed rows."""
 HEADER = ["processes", "collect", "update", "evaluate", "iteration", "speed", "basis"]
-LEGEND = (
-    "N workers: finetune.shards=N workers.count=N; overlapping: also finetune.staleness=1. N data-parallel: torchrun "
-    "--nproc-per-node N -m robopolicy finetune ..., without the time to exchange gradients."
-)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.memory import MemoryBudget, packed_image_fraction, plan_memory, policy_copies
 from robopolicy.training.needs import needs_images
-from robopolicy.training.scaling import HEADER, LEGEND, Recorded, scaling_rows
+from robopolicy.training.scaling import HEADER, Recorded, scaling_rows
 from robopolicy.training.update import by_episode, minibatch_rows, random_steps
 from robopolicy.verbs.advice import Evidence, print_advice
 from robopolicy.verbs.job import (
@@ -187,7 +187,12 @@ def print_scaling(config: Config, device: torch.device) -> None:
         return
     title = f"Time of an iteration, from {recorded.iterations} iterations in {folder}"
     print_table(title, HEADER, scaling_rows(recorded, config.finetune.num_envs))
-    output.print(LEGEND, soft_wrap=True, highlight=False)
+    output.print(
+        "N workers: finetune.shards=N workers.count=N; overlapping: also finetune.staleness=1. N data-parallel: "
+        "torchrun --nproc-per-node N -m robopolicy finetune ..., without the time to exchange gradients.",
+        soft_wrap=True,
+        highlight=False,
+    )
     if device.type == "cpu":
         output.print("Times on a GPU cannot be computed from a run on a CPU: run a few iterations there first.")
 

@@ -45,7 +45,7 @@ class TrainSection(PretrainConfig):
     encoder: Path | None = None
     """World model whose latent the policy reads (for imagine)."""
     rename: dict[str, str] = field(default_factory=dict)
-    """New names of dataset columns or elements: {image: observation.images.top, motor_0: x}; kept in the checkpoint."""
+    """New names of dataset columns or elements: {motor_0: x}; kept in the checkpoint."""
     episodes: Natural | tuple[Natural, ...] = 0
     """Episodes of `data` to use: a list such as [0,2,5], or the number of first episodes; 0 for all."""
     exclude_episodes: tuple[Natural, ...] = ()
@@ -93,21 +93,21 @@ class FinetuneSection(FinetuneConfig):
     num_envs: Count = 256
     """Number of parallel environments for collection."""
     world_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the simulator during collection, in addition to world.options, such as {substeps: 5} for cheaper and
-    less accurate physics. Evaluation and target_success use world.options alone, so success counts in the original
+    """Options of the simulator during collection, in addition to world.options. {substeps: 5} makes physics cheaper and
+    less accurate. Evaluation and target_success use world.options alone, so success counts in the original
     simulator.
     """
     critic_width: Count = 256
     """Width of the critic's hidden layers."""
     evaluate_episodes: Count = 200
-    """Number of episodes of each evaluation and of the final one."""
+    """Episodes of each evaluation, also of the final one."""
     dry_run: bool = False
-    """Only print the estimated memory and computation; if the run has begun, also the computed time of an iteration on
-    more processes. LeRobot policies of any size need only config.json and the processors for this; their weights are
-    not read.
+    """Only print the estimated memory, and the time on more processes. The time is computed from recorded iterations of
+    the same run, if there are any. LeRobot policies of any size need only config.json and the processors for this;
+    their weights are not read.
     """
     videos: Natural = 8
-    """Number of episodes in the video of base and fine-tuned policy, 0 for none."""
+    """Episodes in the video of base and tuned policy, 0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -209,7 +209,7 @@ class OnlineSection(OnlineConfig):
     num_envs: Count = 32
     """Number of parallel environments; all start a batch of episodes together."""
     evaluate_episodes: Count = 200
-    """Number of episodes of each evaluation and of the final one."""
+    """Episodes of each evaluation, also of the final one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
