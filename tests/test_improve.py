@@ -172,13 +172,16 @@ def test_a_killed_run_goes_on_and_does_nothing_twice(root: Path, able: Path, cap
 def test_a_time_budget_limits_the_iterations_and_one_that_is_too_short_is_refused(root: Path, capsys):
     short = ["world=reach_planar", "improve.plan_only=true"]
     assert improve(root, *short, "improve.minutes=0.001") == 2
-    assert "improve.minutes=0.001 is too short" in said(capsys)
+    refused = said(capsys)
+    assert "improve.minutes=0.001 is too short" in refused
     assert improve(root, *short, "improve.minutes=1000") == 0
     assert "finetune.iterations=60 " in said(capsys)
-    assert improve(root, *short, "improve.minutes=0.2") == 0
-    text = said(capsys)
-    count = int(text.partition("finetune.iterations=")[2].split()[0])
-    assert 1 <= count < 60
+    least = float(refused.partition("the shortest plan takes ")[2].split()[0])
+    counts = []
+    for share in (4.0, 2.0, 1.5, 1.2):  # how many iterations fit depends on the machine
+        assert improve(root, *short, f"improve.minutes={share * least}") in (0, 2)
+        counts += [int(word.split()[0]) for word in said(capsys).split("finetune.iterations=")[1:2]]
+    assert any(1 <= count < 60 for count in counts), counts
 
 
 @pytest.mark.long
