@@ -2,9 +2,12 @@
 
 import os
 import re
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MUJOCO_GL", "egl")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell: commands would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["no_proxy"] = "localhost,127.0.0.1,::1"  # of helpers that ask by means of urllib or websockets alone
 
 from collections.abc import Iterator
