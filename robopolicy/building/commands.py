@@ -1,4 +1,4 @@
-"""Commands of robopolicy on workers: each run of a sweep or row of a benchmark is a process that a worker starts.
+"""Commands that run on workers: each run of a sweep or row of a benchmark is a process that a worker starts.
 
 A command resumes where it stopped, so a killed one is started again, on this or another worker. It ends with its
 worker.

@@ -188,8 +188,8 @@ def print_scaling(config: Config, device: torch.device) -> None:
     title = f"Time of an iteration, from {recorded.iterations} iterations in {folder}"
     print_table(title, HEADER, scaling_rows(recorded, config.finetune.num_envs))
     output.print(
-        "N workers: finetune.shards=N workers.count=N; overlapping: also finetune.staleness=1. N data-parallel: "
-        "torchrun --nproc-per-node N -m robopolicy finetune ..., without the time to exchange gradients.",
+        "4 workers: finetune.shards=4 workers.count=4; overlapping: also finetune.staleness=1. 8 data-parallel: "
+        "torchrun --nproc-per-node 8 -m robopolicy finetune ..., without the time to exchange gradients.",
         soft_wrap=True,
         highlight=False,
     )
