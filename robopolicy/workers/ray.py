@@ -227,7 +227,7 @@ class RayPool:
             if self._failures < STARTS:
                 return
             raise ConfigError(
-                f"Ray workers cannot start: {in_one_line(error)}. Every node of the cluster needs robopolicy, in an environment like this one."
+                f"Ray workers cannot start: {in_one_line(error)}. Every node needs robopolicy."
             ) from error
         here = _versions()
         other = {name: there for name, there in ready["packages"].items() if there != here[name]}
