@@ -117,7 +117,7 @@ def test_a_run_that_is_interrupted_ends_in_the_same_place_and_measures_nothing_t
     monkeypatch.setattr(graded, "evaluate_policy", counted)
     for left in (1, 0):
         assert run(tmp_path, "collect.quality=medium") == INTERRUPTED and len(stops) == left
-    for place in ("graded.record", "collect.write_dataset"):
+    for place in ("graded.record_with", "collect.write_dataset"):
         with monkeypatch.context() as patch:
             patch.setattr(f"robopolicy.verbs.{place}", interrupted)
             assert run(tmp_path, "collect.quality=medium") == INTERRUPTED
