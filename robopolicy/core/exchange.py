@@ -121,12 +121,7 @@ class Part:
         """Return values [N, ...] of all rows, without gradient, from those of the own rows [n, ...]."""
         if self.is_all:
             return own.detach()
-        size = -(-self.rows // replicas.count())
-        padded = own.new_zeros((size, *own.shape[1:]))
-        padded[: len(own)] = own.detach()
-        parts = [torch.empty_like(padded) for _ in range(replicas.count())]
-        with _exchanging():
-            distributed.all_gather(parts, _counted(padded))
+        parts = _padded_of_all(own, -(-self.rows // replicas.count()))
         return torch.stack(parts, 1).flatten(0, 1)[: self.rows]
 
     def drawing(self) -> RowDraws | nullcontext[None]:
@@ -224,12 +219,18 @@ def rows_of_all(own: Tensor) -> Tensor:
     sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(replicas.count())]
     with _exchanging():
         distributed.all_gather(sizes, torch.tensor([len(own)], device=own.device))
-        largest = max(map(int, sizes))
-        padded = own.new_zeros((largest, *own.shape[1:]))
-        padded[: len(own)] = own.detach()
-        parts = [torch.empty_like(padded) for _ in sizes]
-        distributed.all_gather(parts, _counted(padded))
+    parts = _padded_of_all(own, max(map(int, sizes)))
     return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _padded_of_all(own: Tensor, size: int) -> list[Tensor]:
+    """Return the rows of each process without gradient, padded to [size, ...], from the own ones [n, ...]."""
+    padded = own.new_zeros((size, *own.shape[1:]))
+    padded[: len(own)] = own.detach()
+    parts = [torch.empty_like(padded) for _ in range(replicas.count())]
+    with _exchanging():
+        distributed.all_gather(parts, _counted(padded))
+    return parts
 
 
 def is_divided(value: object) -> bool:
