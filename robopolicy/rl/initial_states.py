@@ -75,6 +75,11 @@ class Beliefs:
         pairs = [self.counts.get(number, (self.prior, self.prior)) for number in index.tolist()]
         return np.array([a for a, _ in pairs]), np.array([b for _, b in pairs])
 
+    def sampled_rates(self, pool: int, generator: np.random.Generator) -> Array:
+        """Return a success rate of every initial state of the pool [pool], drawn from its beta distribution."""
+        # A draw and not the mean: starts that are hardly known are tried now and then.
+        return generator.beta(*self.beta(np.arange(pool)))
+
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
         """Add successes and failures, each [n]; earlier counts decay towards the prior by `decay`."""
         for number, successes_now, episodes_played in zip(
@@ -124,9 +129,7 @@ class MoppsSampler(Beliefs):
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
         """Return the `count` initial states [n] whose sampled rate is nearest to the target."""
-        a, b = self.beta(np.arange(pool))
-        # A draw and not the mean: starts that are hardly known are tried now and then.
-        rates = generator.beta(a, b)
+        rates = self.sampled_rates(pool, generator)
         return np.argsort(np.abs(rates - self.target), kind="stable")[:count]
 
 

@@ -36,8 +36,7 @@ class VadeSampler(Beliefs):
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
         """Return the `count` initial states [n] with the largest gain at a sampled rate."""
-        a, b = self.beta(np.arange(pool))
-        rates = generator.beta(a, b)
+        rates = self.sampled_rates(pool, generator)
         return np.argsort(-information_gain(rates), kind="stable")[:count]
 
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
