@@ -4,7 +4,6 @@ A command resumes where it stopped, so a killed one is started again, on this or
 worker.
 """
 
-import os
 import shlex
 import subprocess
 import sys
@@ -57,9 +56,7 @@ def run_command(command: list[str], log: str, folder: str) -> dict[str, Any]:
             output.flush()
             begin = output.tell()
             words = [sys.executable, "-c", START, *command]
-            process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=folder, env=dict(os.environ)
-            )
+            process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=folder)
             try:
                 status = process.wait()
             finally:
@@ -67,8 +64,9 @@ def run_command(command: list[str], log: str, folder: str) -> dict[str, Any]:
                 process.wait()
                 if process.stdin is not None:
                     process.stdin.close()
-        written = Path(log).read_bytes()[begin:]
-        said = written[-SHOWN:]
+        with open(log, "rb") as written:
+            written.seek(max(begin, Path(log).stat().st_size - SHOWN))
+            said = written.read()
         if status >= 0:
             break
     return {"status": status, "said": said.decode(errors="replace")}
