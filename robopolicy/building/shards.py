@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from robopolicy.building.workers import Workers
 from robopolicy.building.worlds import build_world, collection_world
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, RobopolicyNote
+from robopolicy.core.modules import Weights
 from robopolicy.core.policy import Policy, RecordsMeans, SupportsLora, Trainable
 from robopolicy.core.pools import Pool
 from robopolicy.core.run import grounds
@@ -88,8 +89,10 @@ class TuningWorkers:
         """The workers that play shards, None for this process."""
         return None if self.pool is None else ShardWorkers(self.pool, f"{__name__}:play_shard", self.job)
 
-    def players(self, policy: Trainable) -> "TunedPlayers | None":
-        """Return the workers that evaluate `policy` with its current weights, None for this process."""
+    def players(self, policy: Policy) -> "TunedPlayers | None":
+        """Return the workers that evaluate `policy`, the policy of this run or a copy, with its current weights; None
+        for this process.
+        """
         return None if self.pool is None else TunedPlayers(self.pool, self.job, policy)
 
 
@@ -99,13 +102,13 @@ class TunedPlayers:
 
     pool: Pool
     job: Any
-    policy: Trainable
+    policy: Policy
 
     def play(
         self, batches: Sequence[np.ndarray], noise_seed: int, deterministic: bool
     ) -> Iterator[tuple[int, EpisodeBatch, float]]:
         """Yield place in `batches`, outcomes and seconds of every batch of seeds [n], in order of arrival."""
-        common = {"job": self.job, "weights": self.pool.put(to_arrays(trainable_state(self.policy)))}
+        common = {"job": self.job, "weights": self.pool.put(to_arrays(trainable_state(cast(Weights, self.policy))))}
         common |= {"noise_seed": int(noise_seed), "deterministic": deterministic}
         items = [{**common, "seeds": seeds} for seeds in batches]
         for place, played in self.pool.map(f"{__name__}:play_tuned", items):

@@ -4,6 +4,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 from rich.console import Console
@@ -12,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from robopolicy.core.status import phase
 
 console = Console(stderr=True, emoji=False)
+
+_hidden: ContextVar[bool] = ContextVar("hidden", default=False)
 
 
 class Advance(Protocol):
@@ -23,8 +26,21 @@ class Advance(Protocol):
 
 
 @contextmanager
+def without_progress() -> Generator[None]:
+    """Context in which the current thread shows no progress, because it works parallel to a thread that does."""
+    token = _hidden.set(True)
+    try:
+        yield
+    finally:
+        _hidden.reset(token)
+
+
+@contextmanager
 def progress(label: str, total: int) -> Generator[Advance, None, None]:
     """Show a bar for `total` pieces of work on a terminal; draws nothing elsewhere (pipes, CI)."""
+    if _hidden.get():
+        yield lambda steps=1, note="": None
+        return
     with phase(label, total) as count:
         if not console.is_terminal:
             yield lambda steps=1, note="": count(steps, note)

@@ -159,7 +159,7 @@ class FinetuneConfig(AlgorithmConfig):
     """
 
     FIXED: ClassVar[Mapping[str, Any]] = {"log_ratio_clamp": LOG_RATIO_CLAMP}
-    ADDED: ClassVar[Mapping[str, Any]] = {"critic_activation": "mish", "fsdp": False}
+    ADDED: ClassVar[Mapping[str, Any]] = {"critic_activation": "mish", "fsdp": False, "overlap_evaluation": False}
     """Settings that runs of earlier versions did not save, and the values that these runs have; they can be resumed."""
     RENAMED: ClassVar[Mapping[str, str]] = {
         "starts": "num_initial_states",
@@ -312,6 +312,10 @@ class FinetuneConfig(AlgorithmConfig):
     target_success: Fraction | None = None
     """Success rate without exploration noise that ends the run, once the same number of new episodes confirms it; null
     for none.
+    """
+    overlap_evaluation: bool = False
+    """Evaluate the policy of an iteration during the update of the next, on workers that wait then (workers.count).
+    Its metrics, and a stop that they cause, are one iteration late.
     """
     patience: Natural = 0
     """Number of consecutive evaluations without a new best after which the run ends, 0 for never. imagine has its own

@@ -59,6 +59,7 @@ from robopolicy.training.experience import (
     with_values,
 )
 from robopolicy.training.guidance import Guidance
+from robopolicy.training.late_evaluation import LateEvaluation
 from robopolicy.training.needs import Sources, add_extras, needs_images, satisfied_needs, with_reference
 from robopolicy.training.state import (
     load_trainer,
@@ -159,7 +160,7 @@ def _divided(policy: Trainable, config: FinetuneConfig, workers: ShardWorkers | 
             "fsdp=true divides the policy's weights among processes, but there is only one: start several with "
             "torchrun --nproc-per-node N -m robopolicy finetune ..., or set fsdp=false."
         )
-    names = [name for name in ("staleness", "policy_lag", "props_parts") if getattr(config, name)]
+    names = [name for name in ("staleness", "policy_lag", "props_parts", "overlap_evaluation") if getattr(config, name)]
     if config.proximal_policy == "average":
         names.append("proximal_policy=average")
     if names:
@@ -244,6 +245,7 @@ class _Finetuning:
         self.best: dict[str, float] = {}
         self.best_believed = False
         self.best_weights: dict[str, Tensor] | None = None
+        self.late = self._late_evaluation(workers)
         self._hold()
         self._resume(run)
 
@@ -256,6 +258,11 @@ class _Finetuning:
         if self.config.fsdp and after_checkpoint is not None:
             raise ConfigError(
                 "fsdp=true works in simulators only: set fsdp=false for a run that changes its world model."
+            )
+        if self.config.overlap_evaluation and after_checkpoint is not None:
+            raise ConfigError(
+                "overlap_evaluation=true works in simulators only, because a world model may change before the "
+                "evaluation in it is done: set overlap_evaluation=false."
             )
         if self.iteration == 0:
             self._begin()
@@ -271,7 +278,10 @@ class _Finetuning:
                         self.best_believed &= "deterministic_score" in self.best
                     metrics = self._iterate()
                     advance(note=f"success {metrics['success']:.2f}" if metrics["episodes"] else "")
+            self._finish_late_evaluation()
         finally:
+            if self.late is not None:
+                self.late.close()
             self.collector.close()
         if self.best_weights is not None:
             load_trainable_state(self.policy, self.best_weights)
@@ -286,7 +296,7 @@ class _Finetuning:
         self._write("base")
         if self.run_folder is not None:
             self.run_folder.rewind("iteration", -1)
-            self.run_folder.log({"iteration": 0, "env_steps": 0, **figures})
+        self._log({"iteration": 0, "env_steps": 0, **figures})
 
     def _iterate(self) -> dict[str, float]:
         start, bytes_before = time.perf_counter(), bytes_exchanged()
@@ -296,6 +306,8 @@ class _Finetuning:
                 self.turns.begin(self._context.share)
             with whole_weights(self.policy):
                 collected_rollouts = self.collector.collect(self.iteration)
+            if self.late is not None and replicas.leads():
+                self.late.start()
             with (
                 whole_weights(self.policy),
                 in_minibatches(minibatch_decisions(self.algorithm, self.config, collected_rollouts)),
@@ -336,13 +348,19 @@ class _Finetuning:
         self.env_steps += int(collected_rollouts.duration[collected_rollouts.played].sum())
         self.iteration += 1
         last = self.iteration == self.config.iterations
-        if self.evaluate is not None and self._due(self.config.evaluate_every, last):
-            metrics.update(self._evaluate())
         metrics["seconds_collect"] = collect_end - start
         metrics["seconds_update"] = updated - collect_end
+        self._finish_late_evaluation()
+        due = self.evaluate is not None and self._due(self.config.evaluate_every, last) and self.course.ended is None
+        waits = due and not last and self.late is not None
+        if due and not waits:
+            metrics.update(self._evaluate())
         metrics["seconds_evaluate"] = time.perf_counter() - updated
-        if self.run_folder is not None:
-            self.run_folder.log({"iteration": self.iteration, "env_steps": self.env_steps, **metrics})
+        row = {"iteration": self.iteration, "env_steps": self.env_steps, **metrics}
+        if self.late is not None and waits:
+            self.late.hold(self.policy, row)
+        else:
+            self._log(row)
         if self._due(self.config.checkpoint_every, last or self.course.ended is not None):
             # Also where the run goes on: a resumed run begins with fresh resets, and both must collect the same.
             self.collector.restart()
@@ -443,32 +461,50 @@ class _Finetuning:
     def _where(self) -> str:
         return f"fine-tuning iteration {self.iteration + 1}"
 
+    def _late_evaluation(self, workers: ShardWorkers | None) -> LateEvaluation | None:
+        if not self.config.overlap_evaluation or self.evaluate is None:
+            return None
+        return LateEvaluation(self.policy, self._measure, parallel=workers is not None)
+
+    def _finish_late_evaluation(self) -> None:
+        """Wait for the evaluation of the policy that waits for it, if any, and log its iteration."""
+        late = self.late
+        if late is None or not late.row:
+            return
+        row, late.row = late.row, {}
+        self._log(row | self._judge(late.policy, int(row["iteration"]), late.figures))
+
     def _evaluate(self) -> dict[str, float]:
-        """Evaluate both modes, update the stopping rule, and save the weights if they are the best so far."""
-        assert self.evaluate is not None
-        evaluate, confirm = self.evaluate, self.confirm
+        """Evaluate the current policy; see `_judge`."""
         with whole_weights(self.policy):
-            figures = broadcast(
-                lambda: {
-                    f"{mode}_{name}": float(value)
-                    for mode in ("deterministic", "stochastic")
-                    for name, value in evaluate(self.policy, mode == "deterministic").items()
-                }
+            return self._judge(self.policy, self.iteration, lambda: self._measure(self.policy))
+
+    def _measure(self, policy: Policy) -> dict[str, float]:
+        """Return the metrics of both modes."""
+        assert self.evaluate is not None
+        return {
+            f"{mode}_{name}": float(value)
+            for mode in ("deterministic", "stochastic")
+            for name, value in self.evaluate(policy, mode == "deterministic").items()
+        }
+
+    def _judge(self, policy: Trainable, iteration: int, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Evaluate the policy of an iteration, update the stopping rule, and save the weights if they are the best so
+        far.
+        """
+        figures, confirm = broadcast(measure), self.confirm
+        if confirm is not None:
+            figures = self.course.confirmed(
+                figures,
+                lambda: broadcast(lambda: {name: float(v) for name, v in confirm(policy, iteration).items()}),
             )
-            if confirm is not None:
-                figures = self.course.confirmed(
-                    figures,
-                    lambda: broadcast(
-                        lambda: {name: float(v) for name, v in confirm(self.policy, self.iteration).items()}
-                    ),
-                )
         self.course.observe(figures)
         reached_target = self.course.ended is EndReason.TARGET
         # The policy that reached the target is kept even if an earlier one scored higher.
         if reached_target or not self.best_believed or score(figures) > score(self.best):
-            self.best, self.best_believed = {"iteration": self.iteration, **figures}, True
-            self.best_weights = {name: value.clone() for name, value in trainable_state(self.policy).items()}
-            self._write("checkpoint")
+            self.best, self.best_believed = {"iteration": iteration, **figures}, True
+            self.best_weights = {name: value.clone() for name, value in trainable_state(policy).items()}
+            self._write("checkpoint", None if policy is self.policy else policy)
         self._hold()
         return figures
 
@@ -477,12 +513,18 @@ class _Finetuning:
         if "bc" in self.algorithm.auxiliaries:
             self.learner.knobs["bc_scale"] = self.course.bc_weight
 
-    def _write(self, name: str) -> None:
-        """Write the policy to folder `name` of the run; with fsdp its complete weights are then those of `plain`."""
+    def _log(self, row: dict[str, float]) -> None:
+        if self.run_folder is not None:
+            self.run_folder.log(row)
+
+    def _write(self, name: str, policy: Trainable | None = None) -> None:
+        """Write the policy (default: the current one) to folder `name` of the run; with fsdp its complete weights are
+        then those of `plain`.
+        """
         if self.config.fsdp:
             self.plain.load_state_dict(whole_tree(self.policy.state_dict()))
         if self.run_folder is not None:
-            self.plain.save(self.run_folder.path / name)
+            (policy or self.plain).save(self.run_folder.path / name)
 
     def _save(self) -> None:
         if self.run_folder is None and not self.config.fsdp:
@@ -506,6 +548,7 @@ class _Finetuning:
             "best": self.best,
             "best_believed": self.best_believed,
             "best_weights": self.best_weights or {},
+            "late_evaluation": {} if self.late is None else self.late.tree(),
             "learner": self.learner.tree(),
             "collector": self.collector.tree(),
             "models": {name: model.tree() for name, model in self.models.items()},
@@ -525,6 +568,7 @@ class _Finetuning:
         current = self._tree()
         saved_settings = current_settings(type(self.config), tree["config"], "finetune")
         tree["config"] = {**type(self.config).ADDED, **saved_settings}
+        tree.setdefault("late_evaluation", {})  # resume points of version 0.1
         require_same_parts(tree, current, run.resume_point)
         for part in ("config", "collector"):
             require_same_parts(tree[part], current[part], run.resume_point)
@@ -549,5 +593,8 @@ class _Finetuning:
         self.return_scale.load_state_dict(tree["return_scale"])
         # Last, when no constructor or `restore` draws any more.
         self.generators.restore(tree["generators"])
+        if self.late is not None:
+            self.late.restore(self.policy, tree["late_evaluation"])
         if self.run_folder is not None:
-            self.run_folder.rewind("iteration", self.iteration)
+            waiting = self.late is not None and bool(self.late.row)  # its iteration is logged with its evaluation
+            self.run_folder.rewind("iteration", self.iteration - waiting)

@@ -109,11 +109,10 @@ def tune(config: Config, workers: Workers) -> int:
     require_target(section.target_success, judging)
 
     on_workers = TuningWorkers.of(workers, path)
-    players = partial(on_workers.players, policy)
 
     def confirm(candidate: Policy, iteration: int) -> dict[str, float]:
         fresh_seeds = confirming_seeds(config, iteration, section.evaluate_episodes)
-        options = {"device": device, "label": "confirm", "players": players()}
+        options = {"device": device, "label": "confirm", "players": on_workers.players(candidate)}
         return evaluate_policy(judging, candidate, fresh_seeds, **options).figures()
 
     clock = job.folder.clock()
@@ -125,7 +124,7 @@ def tune(config: Config, workers: Workers) -> int:
             world,
             narrowed(FinetuneConfig, section),
             job.folder,
-            evaluate=job.evaluator(judging, section.evaluate_episodes, players),
+            evaluate=job.evaluator(judging, section.evaluate_episodes, on_workers.players),
             confirm=confirm,
             seed=config.run.seed,
             guidance=load_guidance(config, world, config.world.model, policy),

@@ -94,12 +94,12 @@ class Job:
         return not replicas.leads()
 
     def evaluator(
-        self, world: World, episodes: int, players: Callable[[], BatchPlayer | None] = lambda: None
+        self, world: World, episodes: int, players: Callable[[Policy], BatchPlayer | None] = lambda policy: None
     ) -> Callable[..., dict[str, float]]:
         """Return the validation function of a learning policy: (policy, deterministic=True) -> metrics.
 
         It plays the same episodes every time, on seeds that the final evaluation does not use. players: returns
-        the workers that play the policy, None for this process.
+        the workers that play a policy, None for this process.
         """
         seeds = episode_seeds(self.config.run.seed, "validate", episodes)
 
@@ -111,7 +111,7 @@ class Job:
                 deterministic=deterministic,
                 device=self.device,
                 label="validate",
-                players=players(),
+                players=players(policy),
             )
             return result.figures()
 

@@ -22,6 +22,7 @@ TUNE = [
 ]
 GROUPS = ("finetune.algorithm=grpo", "finetune.groups=8", "finetune.group_size=4", "finetune.overprovision=0.5")
 CASES = {"streams": (), "groups": GROUPS, "behind": ("finetune.staleness=1",)}
+CASES["late"] = ("finetune.overlap_evaluation=true",)
 
 
 def tuned(root: Path, name: str, *settings: str) -> int:
