@@ -29,7 +29,8 @@ WORLDS = Registry("world", GROUP, OURS)
 class Suite:
     """A suite of worlds with a common name prefix. form: form of a name; make: "package.module:function", called with
     the name after the prefix, the number of rows, and options; expert: the same for a scripted expert, called with the
-    name after the prefix and the world's spec, "" for none; extra: required extra, as (module, extra).
+    name after the prefix and the world's spec, "" for none; extra: required extra, as (module, extra); imports: whether
+    a name may contain a module that is imported, "module:id".
     """
 
     prefix: str
@@ -37,6 +38,7 @@ class Suite:
     make: str
     expert: str = ""
     extra: tuple[str, str] | None = None
+    imports: bool = False
 
 
 SUITES = (
@@ -61,7 +63,13 @@ SUITES = (
         "sims.suites.ogbench_suite:ogbench_expert",
         ("ogbench", "ogbench"),
     ),
-    Suite("gymnasium:", "gymnasium:<id>", "sims.suites.gymnasium_suite:make_gymnasium_world"),
+    Suite(
+        "libero/",
+        "libero/<suite>:<task>",
+        "sims.suites.libero_suite:make_libero_world",
+        extra=("libero", "libero"),
+    ),
+    Suite("gymnasium:", "gymnasium:<id>", "sims.suites.gymnasium_suite:make_gymnasium_world", imports=True),
 )
 """All external suites; a new one is one more entry."""
 

@@ -75,7 +75,8 @@ def _made(name: str, batch_size: int, options: dict[str, Any]) -> World:
         )
     suite = suite_of(name)
     if suite is not None:
-        trust_path(name)
+        if suite.imports:
+            trust_path(name)
         return load_dotted(suite.make, "Suite")(name.removeprefix(suite.prefix), batch_size, **options)
     if name in ("worldmodel", "demonstrations"):
         raise ConfigError(
@@ -141,7 +142,7 @@ def require_trusted(name: str, where: object, way_out: str) -> None:
     in, installed under robopolicy's entry points, or named by the user in this process; way_out: how to name it.
     """
     suite = suite_of(name)
-    module = name.removeprefix(suite.prefix).rpartition(":")[0] if suite is not None else ""
+    module = name.removeprefix(suite.prefix).rpartition(":")[0] if suite is not None and suite.imports else ""
     foreign = bool(module) if suite is not None else is_dotted(name)
     if foreign and not is_trusted(name) and not (module and is_trusted(module)):
         raise CheckpointError(

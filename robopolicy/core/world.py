@@ -121,6 +121,20 @@ class Snapshots(Protocol):
         ...
 
 
+def task_names(world: object, seeds: Array) -> tuple[str, ...]:
+    """Return the names of the tasks that episodes with these seeds [E] play; () if the world has only one.
+
+    A world of several tasks has a method `task_names(seeds)`; a wrapper has the world as its attribute `world`.
+    """
+    inner: Any = world
+    while not hasattr(inner, "task_names"):
+        if not hasattr(inner, "world"):
+            return ()
+        inner = inner.world
+    names = tuple(str(name) for name in inner.task_names(seeds))
+    return names if len(set(names)) > 1 else ()
+
+
 def plain_snapshot(world: World, rows: Rows = None) -> Snapshot | None:
     """Return the state of `rows` [R] (None: all) as arrays of numbers and text, which other processes can restore.
 

@@ -15,7 +15,15 @@ from robopolicy.core.storage import read_errors, read_object, read_text, write_a
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.intervals import plus_minus
 from robopolicy.evaluation.plots import Rate
-from robopolicy.evaluation.tables import STAGES, control_table, instruction_table, stage_rows, way_rows, ways_header
+from robopolicy.evaluation.tables import (
+    STAGES,
+    control_table,
+    instruction_table,
+    stage_rows,
+    task_table,
+    way_rows,
+    ways_header,
+)
 
 if TYPE_CHECKING:
     import jinja2
@@ -208,6 +216,10 @@ def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
 
 def _add_language(report: Report, result: Mapping[str, Any]) -> None:
     """Add success by instruction and under the language controls, if the world has several instructions."""
+    tasks = task_table(evaluated_policies_in(result))
+    if tasks is not None:
+        caption = "Success with Wilson 95 % intervals, over the episodes of this task; last row: over all of them."
+        report.sections.append(Section("Success by task", caption, header=tasks[0], rows=tasks[1]))
     table = instruction_table(evaluated_policies_in(result))
     if table is not None:
         caption = "Success with Wilson 95 % intervals, over the episodes with this instruction."

@@ -6,6 +6,7 @@ episode (see `episode_batches`). Equal settings repeat bit for bit; with another
 may round differently.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from robopolicy.core.player import PlayedStep
 from robopolicy.core.policy import Policy
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.world import Controller, World
+from robopolicy.core.world import Controller, World, task_names
 from robopolicy.evaluation.episode_batches import (
     BatchPlayer,
     EpisodeBatch,
@@ -48,7 +49,8 @@ class EvaluationResult:
     success [E] bool; returns [E] sums of reward; lengths [E] control steps; cut [E] bool: imagination was truncated
     before the episode's end (a failure unless it had succeeded); seconds: wall time; steps: control steps executed;
     reports_success: False if the world does not report success, so that only returns are meaningful; instructions [E]:
-    instruction of each episode, () if the world has one instruction; outside: number of actions beyond the world's
+    instruction of each episode, () if the world has one instruction; tasks [E]: name of each episode's task, () if the
+    world has one; outside: number of actions beyond the world's
     bounds and how they were handled, "" for none.
     """
 
@@ -65,6 +67,7 @@ class EvaluationResult:
     reports_success: bool = True
     instructions: tuple[str, ...] = ()
     outside: str = ""
+    tasks: tuple[str, ...] = ()
 
     @property
     def episodes(self) -> int:
@@ -98,9 +101,17 @@ class EvaluationResult:
 
     def by_instruction(self) -> dict[str, dict[str, Any]]:
         """Return the metrics of each instruction's episodes, in the order of the texts; {} if there is only one."""
+        return self._metrics_by(self.instructions)
+
+    def by_task(self) -> dict[str, dict[str, Any]]:
+        """Return the metrics of each task's episodes, in the order of their numbers or names; {} if there is only one."""
+        return self._metrics_by(self.tasks)
+
+    def _metrics_by(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the metrics of the episodes under each of the names [E]."""
         metrics_of_text: dict[str, dict[str, Any]] = {}
-        for text in sorted(set(self.instructions)):
-            mask = np.array([each == text for each in self.instructions])
+        for text in sorted(set(names), key=_in_order):
+            mask = np.array([each == text for each in names])
             successes, episodes = int(self.success[mask].sum()), int(mask.sum())
             low, high = wilson(successes, episodes, self.confidence)
             counts = {"episodes": episodes, "successes": successes, "success_rate": successes / episodes}
@@ -132,6 +143,8 @@ class EvaluationResult:
         """Return the metrics without the per-episode lists, for a metrics line."""
         low, high = self.interval
         instruction_metrics = {"by_instruction": self.by_instruction()} if self.instructions else {}
+        if self.tasks:
+            instruction_metrics = {"by_task": self.by_task()}
         beyond = {"actions_outside": self.outside} if self.outside else {}
         return {
             "world": self.world,
@@ -159,6 +172,8 @@ class EvaluationResult:
         per_episode = {name: getattr(self, name).tolist() for name in ("seeds", "success", "returns", "lengths", "cut")}
         if self.instructions:
             per_episode["instructions"] = list(self.instructions)
+        if self.tasks:
+            per_episode["tasks"] = list(self.tasks)
         return {**self.summary(), "per_episode": per_episode}
 
     @staticmethod
@@ -178,6 +193,7 @@ class EvaluationResult:
             confidence=data["confidence"],
             reports_success=data.get("reports_success", True),
             instructions=tuple(episodes.get("instructions", ())),
+            tasks=tuple(episodes.get("tasks", ())),
             outside=data.get("actions_outside", ""),
         )
 
@@ -231,13 +247,16 @@ def evaluate_policy(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Episodes of one policy in one world before they are played. seeds: [E]; batches: indices [n] into them."""
+    """Episodes of one policy in one world before they are played. seeds: [E]; batches: indices [n] into them; tasks: [E]
+    names of their tasks, () if there is only one.
+    """
 
     spec: WorldSpec
     seeds: np.ndarray
     batches: tuple[np.ndarray, ...]
     deterministic: bool = True
     confidence: float = 0.95
+    tasks: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -247,9 +266,8 @@ class Evaluation:
         seeds.
         """
         distinct = _distinct(seeds)
-        return Evaluation(
-            world.spec, distinct, tuple(episode_batches(distinct, world.batch_size)), deterministic, confidence
-        )
+        batches = tuple(episode_batches(distinct, world.batch_size))
+        return Evaluation(world.spec, distinct, batches, deterministic, confidence, task_names(world, distinct))
 
     @property
     def parts(self) -> list[np.ndarray]:
@@ -284,7 +302,14 @@ class Evaluation:
             reports_success=spec.reports_success,
             instructions=tuple(instructions) if len(spec.goals) > 1 else (),
             outside=outside_bounds.text,
+            tasks=self.tasks,
         )
+
+
+def _in_order(name: str) -> tuple[int, str]:
+    """Return a sort key for names: those that start with a number by that number, the others after them."""
+    number = re.match(r"\d+", name)
+    return int(number.group()) if number else 2**31, name
 
 
 def _distinct(seeds: Sequence[int] | np.ndarray) -> np.ndarray:

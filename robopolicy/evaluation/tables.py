@@ -41,25 +41,39 @@ def instruction_table(judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[
 
     judged: (label, metrics), as in `EvaluationResult.to_json`. Returns None if no evaluation has several instructions.
     """
+    rows = _success_by("by_instruction", judged)
+    return None if rows is None else (["instruction", *rows[0]], sorted(rows[1]))
+
+
+def task_table(judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]] | None:
+    """Return header and rows as `instruction_table`, one row per task in the order of the tasks, and one for all."""
+    rows = _success_by("by_task", judged)
+    if rows is None:
+        return None
+    metrics_of_label = dict(judged)
+    total = ["all tasks", *(rate_in_words(metrics_of_label[label]) for label in rows[0])]
+    return ["task", *rows[0]], [*rows[1], total]
+
+
+def _success_by(key: str, judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]] | None:
+    """Return the labels of the evaluations that have metrics by `key`, and a row of success rates for each name."""
     metrics_of_label = {
-        label: figures["by_instruction"]
-        for label, figures in judged
-        if figures.get("by_instruction") and figures.get("reports_success", True)
+        label: figures[key] for label, figures in judged if figures.get(key) and figures.get("reports_success", True)
     }
     if not metrics_of_label:
         return None
-    texts = sorted({text for metrics_of_text in metrics_of_label.values() for text in metrics_of_text})
+    names = dict.fromkeys(name for metrics_of_name in metrics_of_label.values() for name in metrics_of_name)
     rows = [
         [
-            text,
+            name,
             *(
-                rate_in_words(metrics_of_text[text]) if text in metrics_of_text else "not requested"
-                for metrics_of_text in metrics_of_label.values()
+                rate_in_words(metrics_of_name[name]) if name in metrics_of_name else "not requested"
+                for metrics_of_name in metrics_of_label.values()
             ),
         ]
-        for text in texts
+        for name in names
     ]
-    return ["instruction", *metrics_of_label], rows
+    return list(metrics_of_label), rows
 
 
 def control_table(controls: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:

@@ -47,7 +47,7 @@ from robopolicy.evaluation.success import (
     evaluate_policy,
     require_success,
 )
-from robopolicy.evaluation.tables import instruction_table
+from robopolicy.evaluation.tables import instruction_table, task_table
 from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.nn.precision import training_precision
 from robopolicy.policies.abilities import DescribesReading, is_pretrained
@@ -321,8 +321,9 @@ def print_evaluations(verdicts: dict[str, PolicyEvaluation]) -> None:
 
 
 def print_instructions(verdicts: Mapping[str, PolicyEvaluation]) -> None:
-    """Print deterministic success per instruction, one column per policy; nothing if there is only one instruction."""
-    table_rows = instruction_table([(name, verdict.deterministic.summary()) for name, verdict in verdicts.items()])
+    """Print deterministic success per task or instruction, one column per policy; nothing if there is only one."""
+    judged = [(name, verdict.deterministic.summary()) for name, verdict in verdicts.items()]
+    table_rows = task_table(judged) or instruction_table(judged)
     if table_rows is None:
         return
     table = Table(box=None, padding=(0, 2))

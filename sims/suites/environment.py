@@ -129,7 +129,8 @@ class RowEnvironment:
     environments that draw from them; each has its own global state, independent of its neighbours. increase: `step`
     returns the increase of the environment's reward since the previous step (0 in the first), for rewards that measure
     progress. An environment may have attributes `state_keys` and `element_names` (see `observation_layout`), used when
-    no state_keys are given, and `action_names`. notes: messages for the user, until `take_notes` returns them. task:
+    no state_keys are given, `action_names`, `task_descriptions` (the texts of all its tasks) and `painter` (draws its
+    images, see `MujocoCamera`). notes: messages for the user, until `take_notes` returns them. task:
     task text of the episode, "" when the environment reports none. Raises ConfigError unless actions are a Box of
     floats, on an invalid `success`, and the errors of `observation_layout`.
     """
@@ -160,7 +161,8 @@ class RowEnvironment:
         self.task = ""
         self._images: dict[str, np.ndarray] = {}
         self.state = MujocoState(self.environment, (self._paid,)) if has_mujoco_state(self.environment) else None
-        self._camera = MujocoCamera(self.environment, self.state) if self.state else None
+        own_camera = _attribute(self.environment, "painter")
+        self._camera = own_camera or (MujocoCamera(self.environment, self.state) if self.state else None)
 
     def describe(self) -> Description:
         """Return the description, from which the parent process builds its spec."""
@@ -220,7 +222,9 @@ class RowEnvironment:
             return True, True, ()
 
     def _tasks(self) -> tuple[str, ...]:
-        """Return the tasks that the environment reports, () for none."""
+        """Return the tasks that the environment lists in `task_descriptions`, or reports in episodes; () for none."""
+        if listed := _attribute(self.environment, "task_descriptions"):
+            return tuple(map(str, listed))
         tasks, out = dict.fromkeys([self.task]), np.zeros(self.layout.size, np.float32)
         if self.task:
             for seed in range(1, TASKS_TRIED):

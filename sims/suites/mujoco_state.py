@@ -64,14 +64,30 @@ class MujocoState:
         self._wrappers, self._more = [environment], tuple(more)
         while isinstance(self._wrappers[-1], gymnasium.Wrapper):
             self._wrappers.append(self._wrappers[-1].env)
-        inner: Any = environment.unwrapped
-        self.model: mujoco.MjModel = inner.model
-        self.data: mujoco.MjData = inner.data
-        # Arrays that are empty in fresh data depend on the current contacts and are recomputed by every physics step.
-        new_data = mujoco.MjData(self.model)
-        names = [name for name in dir(new_data) if not name.startswith(("_", *_VARIABLE))]
-        sizes = {name: getattr(new_data, name) for name in names}
-        self._names = [name for name, value in sizes.items() if isinstance(value, np.ndarray) and value.size]
+        self._inner: Any = environment.unwrapped
+        self._model_arrays = getattr(self._inner, "model_arrays", _MODEL_ARRAYS)
+        self._named: tuple[mujoco.MjModel | None, list[str]] = None, []
+
+    @property
+    def model(self) -> mujoco.MjModel:
+        """The environment's model; an environment with several tasks may have one for each."""
+        return self._inner.model
+
+    @property
+    def data(self) -> mujoco.MjData:
+        """The environment's data."""
+        return self._inner.data
+
+    def _names(self, model: mujoco.MjModel) -> list[str]:
+        """Return the names of the arrays of data that are part of the state."""
+        if self._named[0] is not model:
+            # What is empty in fresh data depends on the current contacts and is recomputed by every physics step.
+            new_data = mujoco.MjData(model)
+            names = [name for name in dir(new_data) if not name.startswith(("_", *_VARIABLE))]
+            sizes = {name: getattr(new_data, name) for name in names}
+            arrays = [name for name, value in sizes.items() if isinstance(value, np.ndarray) and value.size]
+            self._named = model, arrays
+        return self._named[1]
 
     def _layers(self) -> list[Any]:
         """Return the objects with state attributes: wrappers, inner environments, and those in `state_holders`."""
@@ -80,19 +96,20 @@ class MujocoState:
 
     def physics(self) -> np.ndarray:
         """Return time, data and model arrays as one float64 vector [N]; N depends on the model alone."""
-        return np.concatenate([[self.data.time], *(array.ravel() for array in self._arrays())])
+        return np.concatenate([[self.data.time], *(array.ravel() for array in self._arrays())], dtype=np.float64)
 
     def restore_physics(self, vector: np.ndarray) -> None:
-        """Restore the physics from the vector [N] that `physics` returned."""
+        """Restore the physics from the vector that `physics` returned, [N] or longer; what follows is ignored."""
         self.data.time, start = vector[0], 1
         for array in self._arrays():
             array[...] = vector[start : start + array.size].reshape(array.shape)
             start += array.size
 
     def _arrays(self) -> list[np.ndarray]:
+        model, data = self.model, self.data
         return [
-            *(getattr(self.data, name) for name in self._names),
-            *(getattr(self.model, name) for name in _MODEL_ARRAYS),
+            *(getattr(data, name) for name in self._names(model)),
+            *(getattr(model, name) for name in self._model_arrays),
         ]
 
     def attributes(self) -> list[dict[str, Any]]:

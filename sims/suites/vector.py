@@ -150,7 +150,7 @@ class EnvironmentRows:
         Raises ConfigError when the environment is not simulated with MuJoCo.
         """
         states = [self._state(row) for row in index]
-        return np.stack([state.physics() for state in states]), [state.attributes() for state in states]
+        return padded([state.physics() for state in states]), [state.attributes() for state in states]
 
     def restore(self, index: np.ndarray, physics: np.ndarray, attributes: Sequence[Any]) -> None:
         """Restore rows `index` [R] from the result of `states`: physics [R, N] and attributes [R].
@@ -158,8 +158,8 @@ class EnvironmentRows:
         Raises ConfigError when the environment is not simulated with MuJoCo.
         """
         for row, vector, layers in zip(index, physics, attributes, strict=True):
+            self._state(row).restore_attributes(layers)  # first: they may select the model
             self._state(row).restore_physics(vector)
-            self._state(row).restore_attributes(layers)
 
     def _state(self, row: int) -> MujocoState:
         state = self._rows[row].state
@@ -255,7 +255,9 @@ class Pool:
         """Return physics [R, N] and Python attributes, an object array [R], of rows `index` [R]."""
         places, calls = self._split(index)
         parts = self._call("states", [None if call is None else (call,) for call in calls])
-        physics = _gather([None if part is None else part[0] for part in parts], places, len(index))
+        widest = max(part[0].shape[1] for part in parts if part is not None)
+        wide = [None if part is None else padded(part[0], widest) for part in parts]
+        physics = _gather(wide, places, len(index))
         attributes = np.empty(len(index), dtype=object)
         for part, at in zip(parts, places, strict=True):
             for place, layers in zip(at, part[1] if part is not None else (), strict=True):
@@ -350,6 +352,12 @@ class Pool:
             "run in this process, which shows the error."
         )
         return self._lost
+
+
+def padded(vectors: Sequence[np.ndarray] | np.ndarray, size: int = 0) -> np.ndarray:
+    """Return vectors, [n] each, as [R, N] with zeros behind the shorter ones; size: least N."""
+    size = max(size, *(len(vector) for vector in vectors))
+    return np.stack([np.pad(vector, (0, size - len(vector))) for vector in vectors])
 
 
 def _gather(parts: Sequence[np.ndarray | None], places: Sequence[np.ndarray], count: int) -> np.ndarray:

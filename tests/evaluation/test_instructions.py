@@ -11,10 +11,12 @@ from robopolicy.cli import main
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import TASK, PolicySpec
+from robopolicy.core.world import task_names
 from robopolicy.evaluation.instructions import OtherInstruction, controls_of, evaluate_controls
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
+from robopolicy.evaluation.tables import task_table
 from sims.engine import MujocoWorld
 from sims.instructions import WithPlainInstructions
 from sims.registry import load_task, make_world
@@ -142,6 +144,33 @@ def test_figures_of_every_instruction_by_hand():
     assert EvaluationResult.from_json(json.loads(json.dumps(result().to_json()))).by_instruction() == figures
     alone = result(instructions=()).to_json()
     assert "by_instruction" not in alone and "instructions" not in alone["per_episode"]
+
+
+def test_figures_of_every_task_by_hand_and_in_a_table():
+    names = ("10 put the bowl on the plate", "2 open the drawer", "2 open the drawer", "10 put the bowl on the plate")
+    figures = result(tasks=names)
+    assert list(figures.by_task()) == ["2 open the drawer", "10 put the bowl on the plate"]
+    assert [each["successes"] for each in figures.by_task().values()] == [1, 2]
+    summary = figures.summary()
+    assert "by_instruction" not in summary and summary["by_task"] == figures.by_task()
+    again = EvaluationResult.from_json(json.loads(json.dumps(figures.to_json())))
+    assert again.by_task() == figures.by_task() and again.instructions == figures.instructions
+    assert task_table([("policy", result().summary())]) is None
+    header, rows = task_table([("base", summary), ("policy", summary)])
+    assert header == ["task", "base", "policy"] and [row[0] for row in rows] == [*figures.by_task(), "all tasks"]
+    assert rows[0][1].startswith("50% [") and rows[-1][2].startswith("75% [") and rows[-1][2].endswith("of 4")
+
+
+def test_a_world_names_its_episodes_tasks_also_behind_a_wrapper():
+    class Tasks:
+        def task_names(self, seeds):
+            return [f"task {seed % 2}" for seed in seeds]
+
+    class Wrapper:
+        world = Tasks()
+
+    assert task_names(Wrapper(), np.arange(3)) == ("task 0", "task 1", "task 0")
+    assert task_names(Tasks(), np.array([0, 2])) == () and task_names(object(), np.arange(2)) == ()
 
 
 def test_the_report_tells_instructions_and_controls_apart(tmp_path):

@@ -1,0 +1,491 @@
+"""LIBERO's tasks: names, texts, initial states, compiled models with their goal predicates, and fixture placements.
+
+LIBERO's own classes build a scene's description and draw its fixtures; none of them runs while an episode is stepped.
+A scene is built once per process and shared by all rows that play it (`scene_of`). Runs inside worker processes: no
+torch.
+"""
+# pyright: reportAttributeAccessIssue=false
+# (MuJoCo's compiled classes have no type stubs.)
+
+import contextlib
+import functools
+import io
+import logging
+import warnings
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mujoco
+import numpy as np
+
+from robopolicy.core.errors import ConfigError, did_you_mean, require_extra
+from sims.suites.operational_space import ARM_SIZE, control, read_arm
+
+NEEDED_MUJOCO = (3, 10)
+"""LIBERO's package calls `mj_fullM` with the arguments that it has since this version of MuJoCo."""
+ARENA = "64M"
+"""Memory of a row's contacts and constraints; robosuite reserves 1.3 GB for each."""
+SCENES_KEPT = 16
+"""Number of scenes that a process keeps; suites with more tasks play all initial states of a task in a row."""
+Predicate = Callable[[mujoco.MjData], bool]
+Pose = tuple[np.ndarray, np.ndarray]
+"""Positions [F, 3] and orientations [F, 4] of fixtures."""
+
+
+def imported(module: str) -> Any:
+    """Import a module of LIBERO without its messages; raises ConfigError when the extra is missing or does not fit."""
+    version = tuple(int(part) for part in mujoco.__version__.split(".")[:2])
+    logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
+    with quiet():
+        require_extra("libero", "libero")
+        if version < NEEDED_MUJOCO:
+            raise ConfigError(
+                f"LIBERO needs mujoco 3.10 or newer, but {mujoco.__version__} is installed: pip install "
+                "'robopolicy[libero]', in an environment of its own where another package needs an older one."
+            )
+        return require_extra(module, "libero")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep LIBERO's and robosuite's messages from being printed."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+# -- tasks --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LiberoTask:
+    """A task of a suite: its name, instruction, BDDL file, and `file` of its initial states."""
+
+    suite: str
+    index: int
+    name: str
+    text: str
+    bddl: str
+
+    @functools.cached_property
+    def problem(self) -> Mapping[str, Any]:
+        """The parsed BDDL file: objects, fixtures, regions, goal_state."""
+        return imported("libero.libero.envs.bddl_utils").robosuite_parse_problem(self.bddl)
+
+
+@functools.cache
+def benchmark_of(suite: str) -> Any:
+    """Return LIBERO's benchmark object of a suite; raises ConfigError on an unknown one."""
+    suites = imported("libero.libero.benchmark").get_benchmark_dict()
+    if suite not in suites:
+        raise ConfigError(f"LIBERO has no suite '{suite}'.{did_you_mean(suite, suites)}")
+    with quiet():
+        return suites[suite]()
+
+
+@functools.cache
+def tasks_of(name: str) -> tuple[LiberoTask, ...]:
+    """Return the tasks of "libero_spatial" (all), "libero_spatial:3" or "libero_spatial:NAME" (one).
+
+    Raises ConfigError on an unknown suite or task, and when the package has no files of a task.
+    """
+    suite, colon, which = name.partition(":")
+    benchmark = benchmark_of(suite)
+    folder = Path(imported("libero.libero").get_libero_path("bddl_files"))
+    found = []
+    for index, task in enumerate(benchmark.get_task(index) for index in range(benchmark.n_tasks)):
+        bddl = str(folder / task.problem_folder / task.bddl_file)
+        found.append(LiberoTask(suite, index, task.name, task.language, bddl))
+    if colon:
+        chosen = [task for task in found if which in (str(task.index), task.name)]
+        if not chosen:
+            nearest = did_you_mean(which, [task.name for task in found])
+            raise ConfigError(
+                f"'{suite}' has no task '{which}': use a number from 0 to {len(found) - 1}, or a name.{nearest}"
+            )
+        found = chosen
+    for task in found:
+        if not Path(task.bddl).is_file():
+            raise ConfigError(f"The installed package has no file of the task '{task.suite}:{task.index}' {task.name}.")
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=256)
+def initial_states(task: LiberoTask) -> np.ndarray:
+    """Return the official initial states [N, 1 + nq + nv]: time, positions, velocities."""
+    try:
+        with quiet():
+            return np.asarray(benchmark_of(task.suite).get_task_init_states(task.index), dtype=np.float64)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"The installed package has no initial states of the task '{task.suite}:{task.index}'."
+        ) from error
+
+
+# -- scenes -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settled:
+    """State of a scene before the last physics step of settling: MuJoCo's [N], the controller's goal [12], and the
+    fingers' commands [2].
+    """
+
+    physics: np.ndarray
+    goal: np.ndarray
+    fingers: np.ndarray
+
+
+class Scene:
+    """A task's compiled model without textures, with what stepping, observing and judging it needs.
+
+    model: shared by all rows, whose fixtures' poses are those of whoever called `place` last; arm, fingers: indices of
+    the robot; rest: state of the arm after a reset [117], relative to which the first action moves; bodies: object or
+    fixture -> body; joints: name -> address of its position; sites: site -> whether it glows, of stoves; settled: saved
+    starts; renderers: open graphics contexts, by size and look.
+    """
+
+    def __init__(self, task: LiberoTask, sleep: bool):
+        self.task, self._builder = task, _builder(task)
+        inner = self._builder
+        self.model: mujoco.MjModel = inner.sim.model._model
+        model, robot = self.model, inner.robots[0]
+        names = mujoco.mj_name2id
+        joints = [names(model, mujoco.mjtObj.mjOBJ_JOINT, name) for name in robot.robot_joints]
+        self.hinges = consecutive(joints)
+        self.arm_qpos, self.arm_dofs = consecutive(model.jnt_qposadr[joints]), consecutive(model.jnt_dofadr[joints])
+        self.arm_ctrl, self.finger_ctrl = (
+            consecutive([names(model, mujoco.mjtObj.mjOBJ_ACTUATOR, name) for name in listed])
+            for listed in (robot.robot_model.actuators, robot.gripper.actuators)
+        )
+        fingers = [names(model, mujoco.mjtObj.mjOBJ_JOINT, name) for name in robot.gripper.joints]
+        self.finger_qpos = consecutive(model.jnt_qposadr[fingers])
+        self.site = names(model, mujoco.mjtObj.mjOBJ_SITE, robot.gripper.important_sites["grip_site"])
+        self.hand = names(model, mujoco.mjtObj.mjOBJ_BODY, robot.robot_model.eef_name)
+        ranges = model.actuator_ctrlrange
+        self.limits, self.finger_range = ranges[self.arm_ctrl].copy(), ranges[self.finger_ctrl].copy()
+        self.posture = np.array(robot.init_qpos, dtype=np.float64)
+        dofs = range(self.arm_dofs.start, self.arm_dofs.stop)
+        self.mass_places = np.array([[self._mass_place(i, j) for j in dofs] for i in dofs])
+        self.substeps = int(inner.control_timestep / inner.model_timestep)
+        self.rest = self._resting_arm()
+
+        owners = {**inner.fixtures_dict, **inner.objects_dict}
+        self.bodies = {name: names(model, mujoco.mjtObj.mjOBJ_BODY, each.root_body) for name, each in owners.items()}
+        self.fixtures = np.array([self.bodies[name] for name in inner.fixtures_dict], dtype=np.int64)
+        self.joints = {
+            joint: int(model.jnt_qposadr[names(model, mujoco.mjtObj.mjOBJ_JOINT, joint)])
+            for each in owners.values()
+            for joint in each.joints
+            if model.joint(joint).type != mujoco.mjtJoint.mjJNT_FREE
+        }
+        self.sites = self._glowing_sites()
+        self.predicates = [self._predicate(tuple(state)) for state in inner.parsed_problem["goal_state"]]
+        if sleep:
+            self._let_sleep()
+        self.settled: dict[tuple[object, ...], Settled] = {}
+        self.renderers: dict[tuple[int, int, str], mujoco.Renderer] = {}
+        self._placed: object = None
+        self._as_built = model.body_pos.copy(), model.body_quat.copy()
+        self._drawn: dict[tuple[int, int], Pose] = {}
+
+    def _mass_place(self, row: int, column: int) -> int:
+        """Return where the element of two degrees of freedom stands in MuJoCo's sparse mass matrix."""
+        row, column = max(row, column), min(row, column)
+        start, count = self.model.M_rowadr[row], self.model.M_rownnz[row]
+        return int(start + np.flatnonzero(self.model.M_colind[start : start + count] == column)[0])
+
+    def _resting_arm(self) -> np.ndarray:
+        """Return the state of the arm that the controller reads when it is created, [117]."""
+        row = Row(self)
+        row.data.qpos[self.arm_qpos] = self.posture
+        mujoco.mj_forward(self.model, row.data)
+        row.read_arm()
+        return row.arm
+
+    def success(self, data: mujoco.MjData) -> bool:
+        """Whether all goal predicates hold, as LIBERO's own `check_success`."""
+        return all(predicate(data) for predicate in self.predicates)
+
+    # -- fixtures
+
+    def placement(self, seed: int, number: int = 0) -> Pose:
+        """Return positions [F, 3] and orientations [F, 4] of the fixtures after LIBERO's own reset `number` (from 0) of
+        a new environment behind `env.seed(seed)`.
+
+        LIBERO draws them from numpy's global generator, whose state is put back.
+        """
+        if (seed, number) not in self._drawn:
+            outer = np.random.get_state()  # noqa: NPY002 (LIBERO draws from it)
+            try:
+                np.random.seed(seed)  # noqa: NPY002
+                # Later resets draw on, so all that anybody asks for are drawn at once.
+                for each in range(max(number + 1, 50 if number else 1)):
+                    self._drawn[seed, each] = self._redrawn(each)
+            finally:
+                np.random.set_state(outer)  # noqa: NPY002
+        return self._drawn[seed, number]
+
+    def _redrawn(self, number: int) -> Pose:
+        """Draw the fixtures of LIBERO's reset `number` of one environment from numpy's global generator."""
+        inner, model = self._builder, self.model
+        model.body_pos[:], model.body_quat[:] = self._as_built
+        initializers = inner.object_property_initializers
+        # A hard reset appends every initializer once more, and all of them draw.
+        inner.object_property_initializers = initializers * (number + 2)
+        try:
+            with quiet():
+                while True:
+                    try:
+                        inner.sim.reset()
+                        inner._reset_internal()
+                        break
+                    except Exception as error:
+                        if type(error).__name__ != "RandomizationError":
+                            raise
+        finally:
+            inner.object_property_initializers = initializers
+            self._placed = None
+        return model.body_pos[self.fixtures].copy(), model.body_quat[self.fixtures].copy()
+
+    def place(self, key: object, pose: Pose) -> None:
+        """Move the fixtures of the shared model to `pose`, positions [F, 3] and orientations [F, 4], unless they stand
+        there; key: names the pose.
+        """
+        if self._placed != key:
+            self.model.body_pos[self.fixtures], self.model.body_quat[self.fixtures] = pose
+            self._placed = key
+
+    # -- goals
+
+    def _predicate(self, state: Sequence[str]) -> Predicate:
+        """Compile a goal predicate of the BDDL file, such as ("on", "bowl", "plate")."""
+        inner = self._builder
+        kind, *names = state
+        if kind in ("open", "close", "turnon", "turnoff"):
+            site = inner.object_sites_dict.get(names[0])
+            owner = inner.get_object(names[0] if site is None else site.parent_name)
+            places = [self.joints[joint] for joint in (owner if site is None else site).joints]
+            check = getattr(owner, {"open": "is_open", "close": "is_close", "turnon": "turn_on"}.get(kind, "turn_off"))
+            over = any if kind in ("open", "turnon") else all
+            return lambda data: over(check(data.qpos[place]) for place in places)
+        if kind == "in" and names[1] in inner.object_sites_dict:
+            return self._inside(self.bodies[names[0]], names[1])
+        if kind == "on" and names[1] in inner.object_sites_dict:
+            return self._above(names[0], names[1])
+        if kind == "on":
+            return self._stacked(names[0], names[1])
+        raise ConfigError(f"The goal {state} of '{self.task.suite}:{self.task.index}' has an unknown predicate.")
+
+    def _inside(self, body: int, name: str) -> Predicate:
+        """In(object, region): its origin lies in the region's box, whose lower side is 1 cm deeper."""
+        site, size = self._site(name)
+        deeper = np.array([0.0, 0.0, 0.01])
+
+        def holds(data: mujoco.MjData) -> bool:
+            half, origin = np.abs(data.site_xmat[site].reshape(3, 3) @ size), data.site_xpos[site]
+            inside = (data.xpos[body] > origin - half - deeper) & (data.xpos[body] < origin + half)
+            return bool(inside.all())
+
+        return holds
+
+    def _above(self, name: str, region: str) -> Predicate:
+        """On(object, region): its origin lies above the region, at most 10 cm, and it touches the region's owner."""
+        body, (site, size) = self.bodies[name], self._site(region)
+        parent = self._builder.object_sites_dict[region].parent_name
+        touches = None if self._builder.get_object(parent) is None else self._touching(parent, name)
+
+        def holds(data: mujoco.MjData) -> bool:
+            way = data.site_xmat[site].reshape(3, 3) @ (data.xpos[body] - data.site_xpos[site])
+            if not (size[2] - 0.005 < way[2] < size[2] + 0.10 and (np.abs(way[:2]) < size[:2]).all()):
+                return False
+            return touches is None or touches(data)
+
+        return holds
+
+    def _stacked(self, upper: str, lower: str) -> Predicate:
+        """On(object, object): the upper is higher, they touch, and their origins are less than 3 cm apart."""
+        above, below, touches = self.bodies[upper], self.bodies[lower], self._touching(lower, upper)
+
+        def holds(data: mujoco.MjData) -> bool:
+            way = data.xpos[above] - data.xpos[below]
+            return bool(data.xpos[below][2] <= data.xpos[above][2] and np.linalg.norm(way[:2]) < 0.03) and touches(data)
+
+        return holds
+
+    def _touching(self, one: str, other: str) -> Predicate:
+        masks = [np.zeros(self.model.ngeom, dtype=bool) for _ in range(2)]
+        for mask, name in zip(masks, (one, other), strict=True):
+            for geom in self._builder.get_object(name).contact_geoms:
+                mask[mujoco.mj_name2id(self.model, mujoco.mjtObj.mjOBJ_GEOM, geom)] = True
+        first, second = masks
+
+        def holds(data: mujoco.MjData) -> bool:
+            geoms = data.contact.geom
+            one, two = geoms[:, 0], geoms[:, 1]
+            return bool(((first[one] & second[two]) | (second[one] & first[two])).any())
+
+        return holds
+
+    def _site(self, name: str) -> tuple[int, np.ndarray]:
+        size = np.array(self._builder.object_sites_dict[name].size, dtype=np.float64)
+        return mujoco.mj_name2id(self.model, mujoco.mjtObj.mjOBJ_SITE, name), size
+
+    # -- sleep and looks
+
+    def _let_sleep(self) -> None:
+        """Let MuJoCo put resting bodies to sleep, but never those of the goal: sleeping pairs have no contacts."""
+        model, inner = self.model, self._builder
+        model.opt.enableflags |= mujoco.mjtEnableBit.mjENBL_SLEEP
+        for state in inner.parsed_problem["goal_state"]:
+            for name in state[1:]:
+                site = inner.object_sites_dict.get(name)
+                body = self.bodies.get(name if site is None else site.parent_name)
+                for part in range(model.nbody):
+                    tree = model.body_treeid[part]
+                    if body is not None and tree >= 0 and self._belongs(part, body):
+                        model.tree_sleep_policy[tree] = mujoco.mjtSleepPolicy.mjSLEEP_NEVER
+
+    def _belongs(self, part: int, body: int) -> bool:
+        """Whether a body is `body` or below it."""
+        while part not in (0, body):
+            part = self.model.body_parentid[part]
+        return part == body
+
+    def _glowing_sites(self) -> dict[int, Predicate]:
+        """Return the sites that show whether a stove is on, each with the predicate that says so."""
+        sites = {}
+        for name, fixture in self._builder.fixtures_dict.items():
+            for site_name, _ in fixture.object_properties.get("vis_site_names", {}).values():
+                site = mujoco.mj_name2id(self.model, mujoco.mjtObj.mjOBJ_SITE, site_name)
+                sites[site] = self._predicate(("turnon", name))
+        return sites
+
+    @functools.cached_property
+    def drawn_model(self) -> mujoco.MjModel:
+        """The same model with textures, for pictures."""
+        model = mujoco.MjModel.from_xml_string(self._builder.full_xml)
+        model.site_rgba[:] = self.model.site_rgba
+        return model
+
+    @functools.cached_property
+    def drawn_data(self) -> mujoco.MjData:
+        """Data of `drawn_model`, into which the positions of the row that is drawn are written."""
+        return mujoco.MjData(self.drawn_model)
+
+    def close(self) -> None:
+        """Free the graphics contexts."""
+        for renderer in self.renderers.values():
+            renderer.close()
+        self.renderers.clear()
+
+
+class Row:
+    """MuJoCo's data of one row of a scene, with views that the controller reads in every physics step.
+
+    arm: state of the arm [117]; torques, commands: the parts of `data.ctrl` of the arm [7] and of the fingers [2].
+    """
+
+    def __init__(self, scene: Scene):
+        self.scene, self.model = scene, scene.model
+        self.data = data = mujoco.MjData(scene.model)
+        self.arm = np.zeros(ARM_SIZE)
+        self._sources = (
+            data.site_xpos[scene.site],
+            data.site_xmat[scene.site],
+            data.xaxis[scene.hinges],
+            data.xanchor[scene.hinges],
+            data.M,
+            scene.mass_places,
+            data.qpos[scene.arm_qpos],
+            data.qvel[scene.arm_dofs],
+        )
+        self._bias = data.qfrc_bias[scene.arm_dofs]
+        self._torques, self._commands = data.ctrl[scene.arm_ctrl], data.ctrl[scene.finger_ctrl]
+
+    def read_arm(self) -> None:
+        """Read the arm's state."""
+        read_arm(self.arm, *self._sources)
+
+    def act(self, goal: np.ndarray, fingers: np.ndarray, close: float, fresh: bool = True) -> None:
+        """Write the controls towards `goal` [12], from the arm's present state if it is fresh, and run the second half
+        of a physics step; fingers: [2], changed; close: 1, 0 or -1.
+        """
+        scene = self.scene
+        control(
+            self.arm,
+            *self._sources,
+            goal,
+            scene.posture,
+            self._bias,
+            scene.limits,
+            self._torques,
+            fingers,
+            scene.finger_range,
+            self._commands,
+            close,
+            fresh,
+        )
+        mujoco.mj_step2(self.model, self.data)
+
+
+def consecutive(numbers: Sequence[int] | np.ndarray) -> slice:
+    """Return consecutive indices as a slice, whose result is a view."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    assert list(numbers) == list(range(first, last + 1))
+    return slice(first, last + 1)
+
+
+def _builder(task: LiberoTask) -> Any:
+    """Return LIBERO's own environment of a task, whose model is compiled without textures."""
+    wrapper = imported("libero.libero.envs.env_wrapper")
+    kinds = imported("libero.libero.envs.bddl_base_domain").TASK_MAPPING
+    with quiet():
+        problem = imported("libero.libero.envs.bddl_utils").get_problem_info(task.bddl)["problem_name"]
+        kind = kinds[problem]
+
+        def initialize(self: Any, xml_string: str | None = None) -> None:
+            self.full_xml = xml_string or self.model.get_xml()
+            kind._initialize_sim(self, without_textures(self.full_xml))
+
+        named = type(kind.__name__, (kind,), {"_initialize_sim": initialize})
+        kinds[problem] = named
+        try:
+            built = wrapper.ControlEnv(
+                bddl_file_name=task.bddl, use_camera_obs=False, has_offscreen_renderer=False, hard_reset=False
+            )
+        finally:
+            kinds[problem] = kind
+        inner = built.env
+        inner.visualize(vis_settings=dict.fromkeys(inner._visualizations, False))
+    return inner
+
+
+def without_textures(xml: str) -> str:
+    """Return a model's description without textures, and with a small arena."""
+    root = ElementTree.fromstring(xml)
+    for asset in root.iter("asset"):
+        for texture in asset.findall("texture"):
+            asset.remove(texture)
+        for material in asset.findall("material"):
+            material.attrib.pop("texture", None)
+    for size in root.findall("size"):
+        size.attrib.clear()
+        size.attrib["memory"] = ARENA
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+_scenes: dict[tuple[LiberoTask, bool], Scene] = {}
+
+
+def scene_of(task: LiberoTask, sleep: bool) -> Scene:
+    """Return this process's scene of a task; the one not used for longest is dropped when there are too many."""
+    key = (task, sleep)
+    scene = _scenes.pop(key, None) or Scene(task, sleep)
+    _scenes[key] = scene  # the newest is the last
+    while len(_scenes) > SCENES_KEPT:
+        _scenes.pop(next(iter(_scenes)))
+    return scene

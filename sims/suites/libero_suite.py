@@ -1,0 +1,86 @@
+"""LIBERO and LIBERO-PRO as worlds (extra `libero`): a task, "libero/libero_goal:3", or a suite, "libero/libero_goal".
+
+Episodes start in the official initial states and succeed by LIBERO's own predicates. Observations have LeRobot's keys,
+so that published policies are evaluated as they are. A world of a suite plays all its tasks; the episode's seed selects
+task and initial state, so that 50 consecutive seeds per task play each of them once.
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.spec import ImageSize
+from sims.suites.gymnasium_suite import SEED_LIMIT, GymnasiumWorld, check_options
+from sims.suites.libero_environment import LIGHT, OPENPI, open_libero, start_of
+from sims.suites.libero_scene import tasks_of
+
+HORIZONS = {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
+"""Control steps until the time limit, as in LeRobot; a suite of LIBERO-PRO has that of the suite that it perturbs."""
+OTHER_HORIZON, OPENPI_SPATIAL = 500, 220
+"""Time limits of other suites, and of libero_spatial in openpi."""
+IMAGE_SIZE = 256
+"""Side of images in the published datasets, in pixels."""
+
+
+class LiberoWorld(GymnasiumWorld):
+    """A world whose episodes belong to tasks that have names of their own."""
+
+    def __init__(self, name: str, *arguments: Any, **options: Any):
+        self._tasks = [f"{task.index} {task.text}" for task in tasks_of(name)]
+        super().__init__(f"libero/{name}", *arguments, **options)
+
+    def task_names(self, seeds: np.ndarray) -> list[str]:
+        """Return the name of the task that each episode with these seeds [E] plays."""
+        return [self._tasks[start_of(int(seed) % SEED_LIMIT, len(self._tasks))[0]] for seed in seeds]
+
+
+def make_libero_world(
+    name: str,
+    batch_size: int,
+    *,
+    protocol: str | None = None,
+    fixtures: int = 0,
+    settle_steps: int = 10,
+    sleep: bool = False,
+    look: str = LIGHT,
+    initial_state: int | None = None,
+    image_size: ImageSize | None = None,
+    **options: Any,
+) -> GymnasiumWorld:
+    """Build the world of a suite or task of LIBERO, such as "libero_spatial" or "libero_spatial:3".
+
+    protocol: time limits and placement of the fixtures (cabinets, stoves, racks), which are not part of the initial
+    states: "lerobot" or "openpi", the two published ones; None places them alike in all episodes of a task, by the seed
+    `fixtures`, with LeRobot's time limits. settle_steps, sleep, look, initial_state: see `LiberoEnvironment`; options:
+    of `GymnasiumWorld`. Raises ConfigError on unknown names and options, and when the extra is missing or does not fit.
+    """
+    check_options(options)
+    tasks = tasks_of(name)
+    environment = {
+        "protocol": protocol,
+        "fixtures": fixtures,
+        "settle_steps": settle_steps,
+        "sleep": sleep,
+        "look": look,
+        "initial_state": initial_state,
+        **(options.pop("env_options", None) or {}),
+    }
+    settings = {
+        "horizon": horizon_of(tasks[0].suite, protocol),
+        "instruction": tasks[0].text,
+        "own_task": True,
+        "success_key": "success",
+        "success_text": "LIBERO's own check of the goal",
+        "clip_actions": True,
+        "image_size": IMAGE_SIZE if image_size is None and options.get("cameras") else image_size,
+    }
+    return LiberoWorld(name, partial(open_libero, name, environment), batch_size, **{**settings, **options})
+
+
+def horizon_of(suite: str, protocol: str | None) -> int:
+    """Return the time limit of a suite's episodes, in control steps."""
+    base = next((each for each in sorted(HORIZONS, key=len, reverse=True) if f"{suite}_".startswith(f"{each}_")), "")
+    if base == "libero_spatial" and protocol == OPENPI:
+        return OPENPI_SPATIAL
+    return HORIZONS.get(base, OTHER_HORIZON)
