@@ -104,7 +104,7 @@ class EvaluationResult:
         return self._metrics_by(self.instructions)
 
     def by_task(self) -> dict[str, dict[str, Any]]:
-        """Return the metrics of each task's episodes, in the order of their numbers or names; {} if there is only one."""
+        """Return the metrics of each task's episodes, in the order of their numbers or names; {} if there is one."""
         return self._metrics_by(self.tasks)
 
     def _metrics_by(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -247,8 +247,8 @@ def evaluate_policy(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Episodes of one policy in one world before they are played. seeds: [E]; batches: indices [n] into them; tasks: [E]
-    names of their tasks, () if there is only one.
+    """Episodes of one policy in one world before they are played. seeds: [E]; batches: indices [n] into them; tasks:
+    [E] names of their tasks, () if there is only one.
     """
 
     spec: WorldSpec

@@ -1,7 +1,7 @@
 """LIBERO's tasks as a gymnasium environment, stepped with our own controller on the model that LIBERO builds.
 
 robosuite computes three full forward passes per physics step; here it is one. Motion and success equal those of
-LIBERO's own environment (tested: positions within 1e-6, the same step of success), including what is hidden in it: the
+LIBERO's own environment (tested: positions within 1e-6, the same step of success), including its hidden state: the
 first action moves relative to the arm's pose at the preceding reset; goal predicates read poses that are one physics
 step old, observations and images those that are two steps old; a closing gripper is ramped. Runs inside worker
 processes: no torch.

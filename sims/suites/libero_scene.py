@@ -366,7 +366,7 @@ class Scene:
 
     @functools.cached_property
     def drawn_model(self) -> mujoco.MjModel:
-        """The same model with textures, for pictures."""
+        """The same model with textures, for images."""
         model = mujoco.MjModel.from_xml_string(self._builder.full_xml)
         model.site_rgba[:] = self.model.site_rgba
         return model

