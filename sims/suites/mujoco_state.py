@@ -45,6 +45,8 @@ _MODEL_ARRAYS = [
     "cam_pos",
     "cam_quat",
 ]
+_AWAKE = ("nbody_awake", "nparent_awake", "ntree_awake", "nv_awake")
+"""Numbers of data that belong to its sleeping bodies, where mujoco has them."""
 _IGNORED = {"render_mode", "metadata"}
 _UNSAVED = object()
 
@@ -66,6 +68,7 @@ class MujocoState:
             self._wrappers.append(self._wrappers[-1].env)
         self._inner: Any = environment.unwrapped
         self._model_arrays = getattr(self._inner, "model_arrays", _MODEL_ARRAYS)
+        self._numbers = ["time", *(name for name in _AWAKE if hasattr(self.data, name))]
         self._named: tuple[mujoco.MjModel | None, list[str]] = None, []
 
     @property
@@ -96,11 +99,14 @@ class MujocoState:
 
     def physics(self) -> np.ndarray:
         """Return time, data and model arrays as one float64 vector [N]; N depends on the model alone."""
-        return np.concatenate([[self.data.time], *(array.ravel() for array in self._arrays())], dtype=np.float64)
+        numbers = [getattr(self.data, name) for name in self._numbers]
+        return np.concatenate([numbers, *(array.ravel() for array in self._arrays())], dtype=np.float64)
 
     def restore_physics(self, vector: np.ndarray) -> None:
         """Restore the physics from the vector that `physics` returned, [N] or longer; what follows is ignored."""
-        self.data.time, start = vector[0], 1
+        start = len(self._numbers)
+        for name, value in zip(self._numbers, vector[:start], strict=True):
+            setattr(self.data, name, type(getattr(self.data, name))(value))
         for array in self._arrays():
             array[...] = vector[start : start + array.size].reshape(array.shape)
             start += array.size
