@@ -30,6 +30,10 @@ ARENA = "64M"
 """Memory of a row's contacts and constraints; robosuite reserves 1.3 GB for each."""
 SCENES_KEPT = 16
 """Number of scenes that a process keeps; suites with more tasks play all initial states of a task in a row."""
+REWORDED = ("_lan", "_task")
+"""Suites of LIBERO-PRO that change the instruction, in the BDDL file. In all others `task.language`, made of the file's
+name, is the published prompt.
+"""
 Predicate = Callable[[mujoco.MjData], bool]
 Pose = tuple[np.ndarray, np.ndarray]
 """Positions [F, 3] and orientations [F, 4] of fixtures."""
@@ -98,7 +102,10 @@ def tasks_of(name: str) -> tuple[LiberoTask, ...]:
     found = []
     for index, task in enumerate(benchmark.get_task(index) for index in range(benchmark.n_tasks)):
         bddl = str(folder / task.problem_folder / task.bddl_file)
-        found.append(LiberoTask(suite, index, task.name, task.language, bddl))
+        text = task.language
+        if suite.endswith(REWORDED) and Path(bddl).is_file():
+            text = imported("libero.libero.envs.bddl_utils").get_problem_info(bddl)["language_instruction"]
+        found.append(LiberoTask(suite, index, task.name, text, bddl))
     if colon:
         chosen = [task for task in found if which in (str(task.index), task.name)]
         if not chosen:
