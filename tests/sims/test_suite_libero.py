@@ -1,12 +1,14 @@
 """LIBERO as a suite: parity with LIBERO's own environment, names, starts, observations; skipped without the extra."""
 
 import importlib.util
+import json
 import sys
 
 import gymnasium
 import numpy as np
 import pytest
 
+from robopolicy.cli import main
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.testing.world import check_world
@@ -335,3 +337,39 @@ def test_the_original_look_is_robosuites_picture_turned_by_180_degrees():
     pair = (each.painter.image("image", 64, 64).astype(float) for each in (light, ours))
     assert 0.1 < np.abs(np.subtract(*pair)).mean() < 6.0
     theirs.close()
+
+
+class Wander:
+    """A controller that moves the gripper at random, for recordings."""
+
+    def __init__(self, spec):
+        self._generator = np.random.default_rng(0)
+
+    def reset(self, rows=None):
+        pass
+
+    def act(self, observation):
+        return self._generator.uniform(-0.3, 0.3, (len(observation[STATE]), 7))
+
+
+@needs_libero
+@pytest.mark.slow
+def test_collect_train_and_evaluate_end_in_a_table_by_task(tmp_path, capsys):
+    sys.modules.setdefault("test_suite_libero", sys.modules[__name__])
+    world = ["world.name=libero/libero_goal", "world.options.horizon=16", "world.batch_size=5", "run.threads=1"]
+    world += ["world.cameras=[image,image2]", "world.image_size=32", f"run.root={tmp_path}"]
+    controller = ["collect.controller=test_suite_libero:Wander", "collect.noise=[none]", "collect.episodes=10"]
+    assert main(["collect", *world, *controller]) == 0
+    tiny = ["policy.width=32", "policy.depth=1", "policy.sampling_steps=2", "train.fit.steps=3"]
+    assert main(["train", *world, *tiny, "train.evaluate_episodes=0"]) == 0
+    (checkpoint,) = tmp_path.glob("train/**/checkpoint")
+    (dataset,) = tmp_path.glob("collect/**/dataset")
+    assert main(["doctor", str(dataset)]) == 0
+    settings = [*world, "evaluate.episodes=10", "evaluate.videos=0", f"json={tmp_path / 'figures.json'}"]
+    capsys.readouterr()
+    assert main(["evaluate", str(checkpoint), *settings]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "all tasks" in output and "9 put the wine bottle on the rack" in output
+    by_task = json.loads((tmp_path / "figures.json").read_text())["policy"]["deterministic"]["by_task"]
+    assert list(by_task)[0] == "0 open the middle drawer of the cabinet" and len(by_task) == 10
+    assert all(figures["episodes"] == 1 for figures in by_task.values())
