@@ -10,6 +10,7 @@ processes: no torch.
 # (MuJoCo's compiled classes have no type stubs.)
 
 import atexit
+import contextlib
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -354,7 +355,8 @@ class LiberoPainter:
 def _close_at_exit(reference: "weakref.ref[Scene]") -> None:
     scene = reference()
     if scene is not None:
-        scene.close()
+        with contextlib.suppress(Exception):  # another package may have closed the display before
+            scene.close()
 
 
 def open_libero(name: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
