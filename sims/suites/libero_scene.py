@@ -200,7 +200,7 @@ class Scene:
         self._drawn: dict[tuple[int, int], Pose] = {}
 
     def _mass_place(self, row: int, column: int) -> int:
-        """Return where the element of two degrees of freedom stands in MuJoCo's sparse mass matrix."""
+        """Return the index of two degrees of freedom in MuJoCo's sparse mass matrix."""
         row, column = max(row, column), min(row, column)
         start, count = self.model.M_rowadr[row], self.model.M_rownnz[row]
         return int(start + np.flatnonzero(self.model.M_colind[start : start + count] == column)[0])
