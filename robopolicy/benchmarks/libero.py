@@ -23,14 +23,16 @@ from sims.suites.libero_scene import imported, initial_states, quiet, tasks_of
 from sims.suites.libero_suite import make_libero_world
 
 TASKS = ("libero_object:0", "libero_spatial:0", "libero_goal:0")
-STEPS, DRAWN_STEPS, CHUNK, ROWS = 48, 8, 8, 4
-"""Control steps of one measurement without and with cameras; those of an action chunk; rows of a world."""
+STEPS, DRAWN_STEPS = 48, 8
+"""Control steps of one measurement, without and with cameras."""
+CHUNK, ROWS = 8, 4
+"""Control steps of an action chunk, and rows of a world."""
 SIZE = 128
 """Side of an image in pixels, LIBERO's own default."""
-OWN, EXACT, SLEEPING, WORLD = "LIBERO's own", "ours, exact", "ours, sleeping", f"ours, exact, world of {ROWS} rows"
-OWN_DRAWN, ORIGINAL_DRAWN, LIGHT_DRAWN = (
-    f"{name}, two cameras" for name in (OWN, "ours, exact, original look", "ours, sleeping, light look")
-)
+OWN, WORLD = "LIBERO's own", f"ours, exact, world of {ROWS} rows"
+EXACT, SLEEPING = "ours, exact", "ours, sleeping"
+OWN_DRAWN = f"{OWN}, two cameras"
+ORIGINAL_DRAWN, LIGHT_DRAWN = f"{EXACT}, two cameras, original look", f"{SLEEPING}, two cameras, light look"
 TIMES = {
     "exact / LIBERO's own": (EXACT, OWN, 4.0),
     "sleeping / LIBERO's own": (SLEEPING, OWN, 8.0),

@@ -91,8 +91,9 @@ class LiberoEnvironment(gymnasium.Env):
             raise ConfigError("settle_steps and fixtures must be at least 0.")
         self._tasks = tasks_of(name)
         self.task_descriptions = tuple(dict.fromkeys(task.text for task in self._tasks))
-        self._protocol, self._fixtures, self._settle = protocol, fixtures, settle_steps
-        self._sleep, self._look, self._fixed_state = sleep, look, initial_state
+        self._protocol, self._fixtures = protocol, fixtures
+        self._settle, self._fixed_state = settle_steps, initial_state
+        self._sleep = sleep
         self._objects, self._joints = observed_things(self._tasks)
         sizes = {**STATE_PARTS, **self._objects, **dict.fromkeys(self._joints, 1)}
         self.observation_space = spaces.Dict(
@@ -101,7 +102,8 @@ class LiberoEnvironment(gymnasium.Env):
         self.action_space = spaces.Box(-1.0, 1.0, (7,), np.float32)
         # The state of an episode; a snapshot holds these and MuJoCo's data.
         self.task, self.start = 0, 0
-        self._goal, self._fingers, self._first, self._lit = np.zeros(12), np.zeros(2), False, False
+        self._goal, self._fingers = np.zeros(12), np.zeros(2)
+        self._first, self._lit = False, False
         self._row = Row(scene_of(self._tasks[0], sleep))
         self.seen = np.zeros(self._row.model.nq)
         self.painter = LiberoPainter(self, look)
@@ -177,7 +179,8 @@ class LiberoEnvironment(gymnasium.Env):
         mujoco.mj_resetData(model, data)
         data.time = state[0]
         data.qpos[:], data.qvel[:] = state[1 : 1 + model.nq], state[1 + model.nq : 1 + model.nq + model.nv]
-        self._goal, self._fingers, self._first = row.scene.rest[POSITION:JACOBIAN].copy(), np.zeros(2), True
+        self._goal, self._fingers = row.scene.rest[POSITION:JACOBIAN].copy(), np.zeros(2)
+        self._first = True
         hold = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
         for left in range(self._settle, 0, -1):
             self._first_steps(row, hold)
@@ -226,15 +229,17 @@ class LiberoEnvironment(gymnasium.Env):
 
     def _advance(self, row: Row, grip: float, steps: int) -> None:
         """Run physics steps towards the present goal."""
-        model, data, goal, fingers, close = row.model, row.data, self._goal, self._fingers, float(np.sign(grip))
+        model, data = row.model, row.data
+        close = float(np.sign(grip))
         for _ in range(steps):
             mujoco.mj_step1(model, data)
-            row.act(goal, fingers, close)
+            row.act(self._goal, self._fingers, close)
 
     def _observation(self, row: Row) -> dict[str, np.ndarray]:
         """Return the robot's state in LeRobot's order, and poses and joints of the suite's objects, 0 where absent."""
         scene, data = row.scene, row.data
-        xpos, xquat, qpos = data.xpos, data.xquat, data.qpos
+        xpos, xquat = data.xpos, data.xquat
+        qpos = data.qpos
         found = {
             "eef_pos": data.site_xpos[scene.site],
             "eef_axis_angle": axis_angle(xquat[scene.hand]),
@@ -311,7 +316,8 @@ class LiberoPainter:
         environment = self._environment()
         assert environment is not None
         scene = environment.row.scene
-        renderer, drawn, data = self._renderer(scene, height, width), scene.drawn_model, scene.drawn_data
+        renderer = self._renderer(scene, height, width)
+        drawn, data = scene.drawn_model, scene.drawn_data
         drawn.body_pos[:], drawn.body_quat[:] = scene.model.body_pos, scene.model.body_quat
         data.qpos[:] = environment.seen
         mujoco.mj_kinematics(drawn, data)

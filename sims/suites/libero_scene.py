@@ -122,7 +122,10 @@ def tasks_of(name: str) -> tuple[LiberoTask, ...]:
 
 @functools.lru_cache(maxsize=256)
 def initial_states(task: LiberoTask) -> np.ndarray:
-    """Return the official initial states [N, 1 + nq + nv]: time, positions, velocities."""
+    """Return the official initial states [N, 1 + nq + nv]: time, positions, velocities.
+
+    Raises ConfigError when the package has none.
+    """
     try:
         with quiet():
             return np.asarray(benchmark_of(task.suite).get_task_init_states(task.index), dtype=np.float64)
@@ -315,7 +318,8 @@ class Scene:
 
     def _stacked(self, upper: str, lower: str) -> Predicate:
         """On(object, object): the upper is higher, they touch, and their origins are less than 3 cm apart."""
-        above, below, touches = self.bodies[upper], self.bodies[lower], self._touching(lower, upper)
+        above, below = self.bodies[upper], self.bodies[lower]
+        touches = self._touching(lower, upper)
 
         def holds(data: mujoco.MjData) -> bool:
             way = data.xpos[above] - data.xpos[below]
@@ -440,7 +444,7 @@ class Row:
 
 
 def consecutive(numbers: Sequence[int] | np.ndarray) -> slice:
-    """Return consecutive indices as a slice, whose result is a view."""
+    """Return consecutive indices [n] as a slice, whose result is a view."""
     first, last = int(numbers[0]), int(numbers[-1])
     assert list(numbers) == list(range(first, last + 1))
     return slice(first, last + 1)

@@ -20,7 +20,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
 
-POSITION, ROTATION, JACOBIAN, MASS, ANGLES, SPEEDS = (0, 3, 12, 54, 103, 110)
+POSITION, ROTATION = 0, 3
+JACOBIAN, MASS = 12, 54
+ANGLES, SPEEDS = 103, 110
 ARM_SIZE = 117
 """Layout of an arm's state [117]: position (3), rotation matrix (9), Jacobian (6 x 7), mass matrix (7 x 7), joint
 angles and speeds (7 each).
@@ -55,11 +57,13 @@ def read_arm(
     arm[ROTATION:JACOBIAN] = rotation
     for joint in range(7):
         x, y, z = axes[joint]
-        rx, ry, rz = position[0] - anchors[joint, 0], position[1] - anchors[joint, 1], position[2] - anchors[joint, 2]
+        rx, ry = position[0] - anchors[joint, 0], position[1] - anchors[joint, 1]
+        rz = position[2] - anchors[joint, 2]
         arm[JACOBIAN + joint] = y * rz - z * ry
         arm[JACOBIAN + 7 + joint] = z * rx - x * rz
         arm[JACOBIAN + 14 + joint] = x * ry - y * rx
-        arm[JACOBIAN + 21 + joint], arm[JACOBIAN + 28 + joint], arm[JACOBIAN + 35 + joint] = x, y, z
+        for part in range(3):
+            arm[JACOBIAN + 21 + 7 * part + joint] = axes[joint, part]
         for other in range(7):
             arm[MASS + 7 * joint + other] = mass[place[joint, other]]
     arm[ANGLES:SPEEDS] = angles
@@ -116,15 +120,16 @@ def arm_torques(
             for j in range(7):
                 total += jacobian[i, j] * along[j, k]
             inertia_inverse[i, k] = total
-    inertia, inertia_position, inertia_rotation = np.zeros((6, 6)), np.zeros((3, 3)), np.zeros((3, 3))
+    inertia = np.zeros((6, 6))
+    inertia_position, inertia_rotation = np.zeros((3, 3)), np.zeros((3, 3))
     _inverse(inertia_inverse, inertia)
     _inverse(inertia_inverse[:3, :3], inertia_position)
     _inverse(inertia_inverse[3:, 3:], inertia_rotation)
 
     wanted = np.zeros(6)
     for k in range(3):  # half the sum of the cross products of both frames' columns
-        x, y, z = arm[ROTATION + k], arm[ROTATION + 3 + k], arm[ROTATION + 6 + k]
-        gx, gy, gz = goal[3 + k], goal[6 + k], goal[9 + k]
+        x, y, z = arm[ROTATION + k : JACOBIAN : 3]
+        gx, gy, gz = goal[3 + k :: 3]
         wanted[3] += 0.5 * (y * gz - z * gy)
         wanted[4] += 0.5 * (z * gx - x * gz)
         wanted[5] += 0.5 * (x * gy - y * gx)
