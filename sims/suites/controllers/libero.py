@@ -1,0 +1,520 @@
+"""One planner for all tasks of LIBERO: it reads the scene's geometry and the goal's predicates, no task by name.
+
+Places are found by how far a thing can sink into the height map of the rest; joints are moved along their own path.
+Lengths in m, angles in rad, actions [7] at 20 Hz: motion of the site (1 is 5 cm), rotation (1 is 0.5), fingers.
+"""
+# pyright: reportAttributeAccessIssue=false
+# (MuJoCo's compiled classes have no type stubs.)
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import mujoco
+import numpy as np
+
+from sims.suites.controllers.libero_geometry import (
+    CELL,
+    OPEN,
+    TIP,
+    VOID,
+    Cloud,
+    Grasp,
+    HeightMap,
+    about,
+    downward,
+    downward_grasps,
+    frame,
+    hand_hits,
+    rotation_vector,
+    turned,
+)
+
+Actions = Iterator[np.ndarray]
+RELEASE, HOLD, CLOSE = -1.0, 0.0, 1.0
+ATTEMPTS = 6
+"""Attempts per episode, all goals together."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A region of LIBERO: a site that a thing can be in or on.
+
+    site: its id; size: [3] half edges; parent: the thing that it is part of, None for the table; joints: ids of the
+    joints that move it.
+    """
+
+    site: int
+    size: np.ndarray
+    parent: str | None
+    joints: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the planner knows about a task beyond the compiled model.
+
+    goals: predicates, each with its name in lower case and its arguments; things: body id of each object and fixture
+    by name; regions: by name; joints: ids of the joints of a fixture, by name; ranges: (low, high) in which (predicate,
+    joint id) holds; home: [7] the arm's posture at the start.
+    """
+
+    model: mujoco.MjModel
+    goals: tuple[tuple[str, ...], ...]
+    things: Mapping[str, int]
+    regions: Mapping[str, Region]
+    joints: Mapping[str, tuple[int, ...]]
+    ranges: Mapping[tuple[str, int], tuple[float, float]]
+    home: np.ndarray
+    site: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "site", self.model.site("gripper0_grip_site").id)
+
+    def joints_of(self, name: str) -> tuple[int, ...]:
+        """Return the joints of a region or fixture."""
+        return self.regions[name].joints if name in self.regions else self.joints[name]
+
+
+def in_region(region: Region, centre: np.ndarray, rotation: np.ndarray, origin: np.ndarray, inside: bool) -> bool:
+    """Return whether a thing's `origin` [3] is inside or on a region, as LIBERO decides it, but with 10 % of margin.
+
+    centre, rotation: [3] and [3, 3] of the region's site.
+    """
+    if inside:
+        half = np.abs(rotation @ region.size)
+        low, high = centre - 0.9 * half, centre + 0.9 * half
+        low[2] = centre[2] - half[2] - 0.008
+        return bool((origin > low).all() and (origin < high).all())
+    offset = rotation @ (origin - centre)
+    lateral = (np.abs(offset[:2]) < np.maximum(0.9 * region.size[:2], region.size[:2] - 0.01)).all()
+    return bool(lateral and region.size[2] - 0.004 < offset[2] < region.size[2] + 0.095)
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where to release a thing: yaw by which to turn it, its origin's [2] place and resting height, and the height of
+    its origin at which the fingers open; the lower the `cost`, the better.
+    """
+
+    yaw: float
+    place: np.ndarray
+    rest: float
+    release: float
+    cost: float
+
+
+class Planner:
+    """Plans and acts for one episode; `actions` yields, and `data` must be up to date whenever it resumes."""
+
+    def __init__(self, scene: Scene, data: mujoco.MjData):
+        self.scene, self.model, self.data = scene, scene.model, data
+        self._scratch = mujoco.MjData(scene.model)
+        self._cloud = Cloud(scene.model, [int(scene.model.body_rootid[body]) for body in scene.things.values()])
+        self._failed: list[Grasp] = []
+        self.log: list[str] = []
+
+    # What is so
+
+    @property
+    def position(self) -> np.ndarray:
+        """Position [3] of the grip site."""
+        return self.data.site_xpos[self.scene.site].copy()
+
+    @property
+    def rotation(self) -> np.ndarray:
+        """Rotation [3, 3] of the grip site."""
+        return self.data.site_xmat[self.scene.site].reshape(3, 3).copy()
+
+    def _root(self, name: str) -> int:
+        return int(self.model.body_rootid[self.scene.things[name]])
+
+    def _origin(self, name: str) -> np.ndarray:
+        return self.data.xpos[self.scene.things[name]].copy()
+
+    def _value(self, joint: int) -> float:
+        return float(self.data.qpos[self.model.jnt_qposadr[joint]])
+
+    def holds(self, goal: Sequence[str]) -> bool:
+        """Return whether a goal's predicate holds, contacts left out."""
+        name, first = goal[0], goal[1]
+        if len(goal) == 2:
+            ranges = [(self._value(j), *self.scene.ranges[name, j]) for j in self._jointed(goal)]
+            true = [low <= value <= high for value, low, high in ranges]
+            return any(true) if name in ("open", "turnon") else all(true)
+        origin = self._origin(first)
+        if goal[2] in self.scene.regions:
+            region = self.scene.regions[goal[2]]
+            mat = self.data.site_xmat[region.site].reshape(3, 3)
+            return in_region(region, self.data.site_xpos[region.site], mat, origin, name == "in")
+        below = self._origin(goal[2])
+        return bool(below[2] <= origin[2] < below[2] + 0.1 and np.linalg.norm((origin - below)[:2]) < 0.028)
+
+    def _jointed(self, goal: Sequence[str]) -> list[int]:
+        return [joint for joint in self.scene.joints_of(goal[1]) if (goal[0], joint) in self.scene.ranges]
+
+    # The order of goals
+
+    def ordered(self) -> list[tuple[str, ...]]:
+        """Return the goals in the order in which to reach them: open, then put, what carries others first, then close
+        what something is put into.
+        """
+        regions, goals = self.scene.regions, self.scene.goals
+        puts = [goal for goal in goals if len(goal) == 3]
+        puts.sort(key=lambda goal: any(goal[2] == other[1] for other in puts))
+        filled = {regions[goal[2]].joints or self.scene.joints.get(regions[goal[2]].parent or "", ())
+                  for goal in puts if goal[0] == "in" and goal[2] in regions}
+        moves = [goal for goal in goals if len(goal) == 2]
+        late = [goal for goal in moves if goal[0] == "close" and self.scene.joints_of(goal[1]) in filled]
+        opened: list[tuple[str, ...]] = []
+        for goal in puts:
+            region = regions.get(goal[2])
+            if goal[0] == "in" and region is not None and region.joints and not self.holds(goal):
+                opened += [("open", goal[2])] if ("open", region.joints[0]) in self.scene.ranges else []
+        early = [goal for goal in moves if goal not in late]
+        return list(dict.fromkeys(opened + early + puts + late))
+
+    def actions(self) -> Actions:
+        """Yield the actions [7] of an episode; the last ones stand still."""
+        floor = self._cloud.points(self.data)[:, 2].min()
+        self._floor = float(floor)
+        for _ in range(ATTEMPTS):
+            goals = self.ordered()
+            left = [goal for goal in goals if goal in self.scene.goals and not self.holds(goal)]
+            if not left:
+                break
+            # Something to open is opened only for a put that is left.
+            needed = [goal for goal in goals if goal in left or goal[0] == "open" and any(g[2:] == goal[1:] for g in left)]
+            goal = next(goal for goal in needed if not self.holds(goal))
+            self.log.append(" ".join(goal))
+            yield from self.move(goal) if len(goal) == 2 else self.put(goal)
+            if goal != needed[-1] or not self.holds(goal):
+                yield from self.go_home()
+        while True:
+            yield self._action(np.zeros(3), np.zeros(3), HOLD)
+
+    # Motion
+
+    def _action(self, move: np.ndarray, turn: np.ndarray, grip: float) -> np.ndarray:
+        return np.concatenate([np.clip(move / 0.025, -1, 1), np.clip(turn / 0.33, -0.6, 0.6), [grip]])
+
+    def servo(
+        self,
+        target: np.ndarray | Callable[[], np.ndarray],
+        rotation: np.ndarray,
+        grip: float,
+        near: float = 0.006,
+        steps: int = 80,
+        stall: int = 6,
+        turn: float = 0.08,
+    ) -> Actions:
+        """Yield actions that move the site to `target` [3] (or what it returns) until it is near or stands still."""
+        best, idle = np.inf, 0
+        for _ in range(steps):
+            error = (target() if callable(target) else target) - self.position
+            angle = rotation_vector(rotation @ self.rotation.T)
+            distance = float(np.linalg.norm(error))
+            if distance < near and np.linalg.norm(angle) < turn:
+                return
+            progress = distance + 0.1 * float(np.linalg.norm(angle))
+            idle = 0 if progress < best - 0.0008 else idle + 1
+            best = min(best, progress)
+            if idle >= stall:
+                return
+            yield self._action(error, angle, grip)
+
+    def fingers(self, grip: float, least: int = 3, most: int = 16) -> Actions:
+        """Yield actions that open or close the fingers until they stand still."""
+        still, last = 0, self.data.qpos[7:9].copy()
+        for step in range(most):
+            yield self._action(np.zeros(3), np.zeros(3), grip)
+            still = still + 1 if np.abs(self.data.qpos[7:9] - last).max() < 0.0004 else 0
+            last = self.data.qpos[7:9].copy()
+            if step >= least and still >= 2:
+                return
+
+    def go_home(self) -> Actions:
+        """Yield actions that bring the arm back to its first posture in terms of its joints, upwards first."""
+        if self.rotation[2, 2] < -0.8:
+            yield from self.servo(self.position + [0, 0, 0.08], self.rotation, RELEASE, near=0.02, turn=1)
+        for _ in range(60):
+            arm = self.data.qpos[:7]
+            way = self.scene.home - arm
+            if np.abs(way).max() < 0.12:
+                return
+            position, rotation = self._forward(arm + way * min(1.0, 0.3 / float(np.abs(way).max())))
+            turn = rotation_vector(rotation @ self.rotation.T)
+            yield self._action(position - self.position, turn, RELEASE)
+
+    def _forward(self, arm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the site's position and rotation for joint angles [7] of the arm."""
+        self._scratch.qpos[:] = self.data.qpos
+        self._scratch.qpos[:7] = arm
+        mujoco.mj_kinematics(self.model, self._scratch)
+        site = self.scene.site
+        return self._scratch.site_xpos[site].copy(), self._scratch.site_xmat[site].reshape(3, 3).copy()
+
+    def reachable(self, position: np.ndarray, rotation: np.ndarray, start: np.ndarray | None = None) -> np.ndarray | None:
+        """Return joint angles [7] that bring the site to a pose, None if none is found from `start` on."""
+        arm = (self.data.qpos[:7] if start is None else start).copy()
+        low, high = self.model.jnt_range[:7].T + np.array([[0.05], [-0.05]])
+        jacobian = np.zeros((6, self.model.nv))
+        for _ in range(40):
+            at, facing = self._forward(arm)
+            error = np.concatenate([position - at, rotation_vector(rotation @ facing.T)])
+            if np.linalg.norm(error[:3]) < 0.005 and np.linalg.norm(error[3:]) < 0.05:
+                return arm
+            mujoco.mj_comPos(self.model, self._scratch)
+            mujoco.mj_jacSite(self.model, self._scratch, jacobian[:3], jacobian[3:], self.scene.site)
+            j = jacobian[:, :7]
+            step = j.T @ np.linalg.solve(j @ j.T + 1e-3 * np.eye(6), error)
+            arm = np.clip(arm + step * min(1.0, 0.4 / float(np.abs(step).max())), low, high)
+        return None
+
+    def travel(self, target: np.ndarray, rotation: np.ndarray, grip: float, held: str | None = None) -> Actions:
+        """Yield actions that move the site over everything on the way to above `target` [3]."""
+        points, start = self._cloud.points(self.data), self.position
+        lowest, radius = start[2] - TIP, 0.12
+        others = np.ones(len(points), bool)
+        if held is not None:
+            thing = self._cloud.root == self._root(held)
+            others = ~thing
+            lowest = min(lowest, points[thing, 2].min())
+            radius = max(radius, float(np.linalg.norm((points[thing] - start)[:, :2], axis=1).max()) + 0.02)
+        way = (target - start)[:2]
+        along = np.clip((points[others, :2] - start[:2]) @ way / max(float(way @ way), 1e-9), 0, 1)
+        beside = np.linalg.norm(points[others, :2] - start[:2] - along[:, None] * way, axis=1)
+        highest = points[others][beside < radius, 2].max(initial=self._floor)
+        height = max(highest + (start[2] - lowest) + 0.015, target[2])
+        if height > start[2] + 0.01:
+            yield from self.servo(np.append(start[:2], height), self.rotation, grip, near=0.02, turn=1.0)
+        height = max(height, float(self.position[2]) - 0.04)
+        yield from self.servo(np.append(target[:2], height), rotation, grip, near=0.012)
+
+    # Pick and place
+
+    def put(self, goal: Sequence[str]) -> Actions:
+        """Yield actions that pick the first thing of a goal up and put it where the goal wants it."""
+        name = goal[1]
+        grasp = self._choose(name)
+        if grasp is None:
+            self.log.append(f"no grasp of {name}")
+            return
+        start = self._origin(name)
+        yield from self.travel(grasp.position, grasp.rotation, RELEASE)
+        yield from self.servo(grasp.position, grasp.rotation, RELEASE, near=0.004)
+        yield from self.fingers(CLOSE, least=8)
+        yield from self.servo(self.position + [0, 0, 0.06], grasp.rotation, CLOSE, near=0.015)
+        if self._origin(name)[2] < start[2] + 0.03:
+            self.log.append(f"{name} slipped")
+            self._failed.append(grasp)
+            return
+        spot = self._spot(goal)
+        if spot is None:
+            self.log.append(f"no spot for {name}")
+            self._failed.append(grasp)
+            yield from self.servo(self.position - [0, 0, 0.06], grasp.rotation, CLOSE)
+            yield from self.fingers(RELEASE)
+            return
+        rotation = about(np.array([0.0, 0.0, 1.0]), spot.yaw) @ grasp.rotation
+        offset = turned((self.position - self._origin(name))[None, :2], spot.yaw)[0]
+        above = np.append(spot.place + offset, spot.release + self.position[2] - self._origin(name)[2])
+        yield from self.travel(above, rotation, CLOSE, name)
+        spot = self._spot(goal, spot) or spot
+
+        def over(height: float) -> Callable[[], np.ndarray]:
+            """Return the site's target that has the thing's own origin over the spot."""
+            return lambda: np.append(spot.place, height) + self.position - self._origin(name)
+
+        yield from self.servo(over(max(spot.release + 0.03, 0)), rotation, CLOSE, near=0.005, steps=40)
+        yield from self.servo(over(spot.release), rotation, CLOSE, near=0.003, stall=4)
+        off = float(np.linalg.norm(self._origin(name)[:2] - spot.place))
+        if off > 0.025:
+            self.log.append(f"{name} is {off:.3f} beside its spot")
+        yield from self.fingers(RELEASE, least=5)
+        yield from self.servo(self.position + [0, 0, 0.1], self.rotation, RELEASE, near=0.03, turn=1.0)
+        if not self.holds(goal):
+            self._failed.append(grasp)
+            self.log.append(f"{name} did not stay")
+
+    def _choose(self, name: str) -> Grasp | None:
+        """Return the best reachable grasp that is not near one that failed."""
+        points = self._cloud.points(self.data)
+        thing = self._cloud.root == self._root(name)
+        for grasp in downward_grasps(points[thing], points[~thing], self._floor):
+            failed = any(np.linalg.norm(grasp.position - other.position) < 0.015
+                         and grasp.rotation[:, 0] @ other.rotation[:, 0] > 0.9 for other in self._failed)
+            if not failed and self.reachable(grasp.position, grasp.rotation, self.scene.home) is not None:
+                return grasp
+        return None
+
+    def _spot(self, goal: Sequence[str], kept: Spot | None = None) -> Spot | None:
+        """Return where to release the held thing of a goal; kept: a spot of which only the heights are computed anew."""
+        points = self._cloud.points(self.data)
+        mine = self._cloud.root == self._root(goal[1])
+        thing, others, origin = points[mine], points[~mine], self._origin(goal[1])
+        places, inside = self._places(goal), goal[0] == "in"
+        middle = places.mean(0)
+        reach = np.ptp(places, axis=0).max() / 2 + np.abs(thing - origin)[:, :2].max() + 0.15
+        near = others[(np.abs(others[:, :2] - middle) < reach).all(1)]
+        site, closing = self.position - origin, self.rotation[:, 0]
+        scene = HeightMap(near, middle - reach, middle + reach)
+        spots = []
+        for yaw in [0.0] if kept is not None else np.linspace(-np.pi / 2, np.pi / 2, 9):
+            hand = downward(np.arctan2(closing[1], closing[0]) + yaw)
+            if hand[1, 0] < -0.2:
+                continue
+            body = np.concatenate([turned((thing - origin)[:, :2], yaw), thing[:, 2:] - origin[2]], 1)
+            body = lower_side(body)
+            axis = np.arctan2(hand[1, 0], hand[0, 0])
+            centre = turned(middle[None], -axis)[0]
+            fingers = HeightMap(near, centre - 1.5 * reach, centre + 1.5 * reach, axis)
+            floors = fingers.site_floor()
+            for place in places if kept is None else [kept.place]:
+                rest = max(float((scene.at(place + body[:, :2]) - body[:, 2]).max()), self._floor - body[:, 2].min())
+                lowest = float(fingers.at(place + turned(site[None, :2], yaw)[0], floors)) - site[2]
+                release = max(rest + 0.004, lowest + 0.003)
+                if kept is None and not self._fits(goal, place, rest):
+                    continue
+                cost = 3 * np.linalg.norm(place - middle) + 5 * (release - rest) + 5 * rest + 0.03 * abs(yaw)
+                spots.append(Spot(float(yaw), place, rest, release, float(cost)))
+        for spot in sorted(spots, key=lambda spot: spot.cost):
+            rotation = about(np.array([0.0, 0.0, 1.0]), spot.yaw) @ self.rotation
+            above = np.append(spot.place + turned(site[None, :2], spot.yaw)[0], spot.release + site[2])
+            if kept is not None or self.reachable(above, rotation) is not None:
+                return spot
+        return None
+
+    def _places(self, goal: Sequence[str]) -> np.ndarray:
+        """Return candidate places [N, 2] for a thing's origin."""
+        if goal[2] not in self.scene.regions:
+            return self._origin(goal[2])[None, :2]
+        region = self.scene.regions[goal[2]]
+        centre, rotation = self.data.site_xpos[region.site], self.data.site_xmat[region.site].reshape(3, 3)
+        half = np.abs(rotation @ region.size) if goal[0] == "in" else np.abs(rotation) @ region.size
+        axes = [np.linspace(-h, h, 2 * max(int(h / 0.012), 1) + 1) for h in 0.85 * half[:2]]
+        return centre[:2] + np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 2)
+
+    def _fits(self, goal: Sequence[str], place: np.ndarray, rest: float) -> bool:
+        """Return whether a goal would hold for a thing whose origin rests at this place and height."""
+        if goal[2] not in self.scene.regions:
+            return True
+        region = self.scene.regions[goal[2]]
+        mat = self.data.site_xmat[region.site].reshape(3, 3)
+        return in_region(region, self.data.site_xpos[region.site], mat, np.append(place, rest), goal[0] == "in")
+
+    # Joints
+
+    def move(self, goal: Sequence[str]) -> Actions:
+        """Yield actions that bring the joints of a goal into the range in which its predicate holds."""
+        for joint in self._jointed(goal):
+            low, high = self.scene.ranges[goal[0], joint]
+            value = self._value(joint)
+            if low <= value <= high:
+                continue
+            target = low + 0.7 * (high - low) if value < low else high - 0.7 * (high - low)
+            yield from self._turn(joint, target)
+
+    def _turn(self, joint: int, target: float) -> Actions:
+        """Yield actions that move one joint to `target`: pull at what sticks out, or push it."""
+        contact = self._contact(joint, target)
+        if contact is None:
+            self.log.append(f"no way to move {self.model.joint(joint).name}")
+            return
+        grasp, pulls = contact
+        approach = grasp.rotation[:, 2]
+        before = grasp.position - 0.08 * approach
+        grip = RELEASE if pulls else CLOSE
+        if approach[2] < -0.9:
+            yield from self.travel(grasp.position, grasp.rotation, grip)
+        else:
+            yield from self.servo(before + [0, 0, 0.05], grasp.rotation, grip, near=0.02)
+            yield from self.servo(before, grasp.rotation, grip, near=0.01)
+        if pulls and approach[2] > -0.9:
+            for _ in range(4):
+                yield self._action(np.zeros(3), np.zeros(3), CLOSE)
+            grip = HOLD
+        yield from self.servo(grasp.position, grasp.rotation, grip, near=0.004)
+        if pulls:
+            yield from self.fingers(CLOSE, least=8)
+        at, facing, value = self.position, self.rotation, self._value(joint)
+        wanted, idle, best = value, 0, np.inf
+        for _ in range(90):
+            rest = target - self._value(joint)
+            if abs(rest) < 0.003 or rest * (target - value) < 0 or idle > 12:
+                break
+            idle = 0 if abs(rest) < best - 0.0005 else idle + 1
+            best = min(best, abs(rest))
+            speed = 0.02 if self.model.jnt_type[joint] == mujoco.mjtJoint.mjJNT_SLIDE else 0.12
+            ahead = self._value(joint) + np.clip(rest + 0.5 * speed * np.sign(rest), -2 * speed, 2 * speed)
+            wanted = ahead
+            position, rotation = self._along(joint, at, facing, wanted - value)
+            yield self._action(position - self.position, rotation_vector(rotation @ self.rotation.T), CLOSE)
+        if pulls:
+            yield from self.fingers(RELEASE, least=4)
+        yield from self.servo(self.position - 0.1 * self.rotation[:, 2], self.rotation, grip, near=0.02, turn=1.0)
+
+    def _along(self, joint: int, at: np.ndarray, facing: np.ndarray, by: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return a pose that was carried along with a joint that moved `by`."""
+        axis, anchor = self.data.xaxis[joint], self.data.xanchor[joint]
+        if self.model.jnt_type[joint] == mujoco.mjtJoint.mjJNT_SLIDE:
+            return at + by * axis, facing
+        turn = about(axis, by)
+        return anchor + turn @ (at - anchor), turn @ facing
+
+    def _contact(self, joint: int, target: float) -> tuple[Grasp, bool] | None:
+        """Return where to take hold of a joint's body, and whether it is grasped (else pushed with closed fingers)."""
+        points, body = self._cloud.points(self.data), int(self.model.jnt_bodyid[joint])
+        mine = self._cloud.body == body
+        fixture = (self._cloud.root == self.model.body_rootid[body]) & ~mine
+        axis, anchor = self.data.xaxis[joint].copy(), self.data.xanchor[joint].copy()
+        slides = self.model.jnt_type[joint] == mujoco.mjtJoint.mjJNT_SLIDE
+        by = target - self._value(joint)
+        radius = np.linalg.norm(np.cross(points[mine] - anchor, axis), axis=1).max()
+        if not slides and radius < 0.08 and abs(axis[2]) > 0.9:
+            grasps = downward_grasps(points[mine], points[~mine], self._floor)
+            return next(((grasp, True) for grasp in grasps if self._follows(joint, grasp, by)), None)
+        away = axis
+        if not slides:
+            far = points[mine][np.argmax(np.linalg.norm(np.cross(points[mine] - anchor, axis), axis=1))]
+            away = np.cross(axis, far - anchor)
+            away = away / np.linalg.norm(away)
+        ahead, behind = ((sign * points[mine] @ away).max() - (sign * points[fixture] @ away).max() for sign in (1, -1))
+        out = away if ahead > behind else -away
+        pulls = bool(out @ away * by > 0)
+        depth = points[mine] @ out
+        slab = points[mine][depth > depth.max() - 0.016]
+        centre = (slab.min(0) + slab.max(0)) / 2
+        long = np.linalg.svd(slab - slab.mean(0), full_matrices=False)[2][0]
+        for tilt in np.radians([0, 10, 20, 30, 40, 50, 60]):
+            approach = -np.cos(tilt) * out - np.array([0, 0, np.sin(tilt)])
+            closing = np.cross(approach, long)
+            for sign in (1, -1):
+                rotation = frame(approach, sign * closing)
+                front = centre + out * (depth.max() - centre @ out)
+                position = front + approach * (0.004 if pulls else -TIP)
+                grasp = Grasp(position, rotation, 0.0)
+                opening = 0.018 if pulls else 0.0
+                blocked = hand_hits(points[~mine], position, rotation, opening).any()
+                if not blocked and self._follows(joint, grasp, by):
+                    return grasp, pulls
+        return None
+
+    def _follows(self, joint: int, grasp: Grasp, by: float) -> bool:
+        """Return whether the arm reaches a grasp, and all of its way along the joint."""
+        arm = self.reachable(grasp.position, grasp.rotation, self.scene.home)
+        for share in (0.5, 1.0):
+            if arm is not None:
+                arm = self.reachable(*self._along(joint, grasp.position, grasp.rotation, share * by), arm)
+        return arm is not None
+
+
+def lower_side(body: np.ndarray) -> np.ndarray:
+    """Return the lowest point [M, 3] per cell of points [N, 3]."""
+    cells = np.floor(body[:, :2] / CELL).astype(int)
+    order = np.lexsort((body[:, 2], cells[:, 1], cells[:, 0]))
+    first = np.ones(len(order), bool)
+    first[1:] = (np.diff(cells[order], axis=0) != 0).any(1)
+    return body[order[first]]
+
+
+_ = (OPEN, VOID)
