@@ -13,10 +13,7 @@ import mujoco
 import numpy as np
 
 from sims.suites.controllers.libero_geometry import (
-    CELL,
-    OPEN,
     TIP,
-    VOID,
     Cloud,
     Grasp,
     HeightMap,
@@ -25,14 +22,20 @@ from sims.suites.controllers.libero_geometry import (
     downward_grasps,
     frame,
     hand_hits,
+    lower_side,
     rotation_vector,
     turned,
+    way_around,
 )
 
 Actions = Iterator[np.ndarray]
 RELEASE, HOLD, CLOSE = -1.0, 0.0, 1.0
 ATTEMPTS = 6
 """Attempts per episode, all goals together."""
+PRESS = 0.006
+"""How far below its surface the fingers aim that press on a thing."""
+SLIPPERY = 0.0
+"""Score of a grasp below which a thing that stays on the table is rather dragged."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,11 @@ class Planner:
     def _jointed(self, goal: Sequence[str]) -> list[int]:
         return [joint for joint in self.scene.joints_of(goal[1]) if (goal[0], joint) in self.scene.ranges]
 
+    def _support(self) -> float:
+        """Return the height of the table: the lowest point of what can move, as fixtures may be sunk into it."""
+        free = [self._root(name) for name, body in self.scene.things.items() if self.model.body_dofnum[body] == 6]
+        return float(self._cloud.points(self.data)[np.isin(self._cloud.root, free), 2].min())
+
     # The order of goals
 
     def ordered(self) -> list[tuple[str, ...]]:
@@ -175,8 +183,7 @@ class Planner:
 
     def actions(self) -> Actions:
         """Yield the actions [7] of an episode; the last ones stand still."""
-        floor = self._cloud.points(self.data)[:, 2].min()
-        self._floor = float(floor)
+        self._floor = self._support()
         for _ in range(ATTEMPTS):
             goals = self.ordered()
             left = [goal for goal in goals if goal in self.scene.goals and not self.holds(goal)]
@@ -236,14 +243,22 @@ class Planner:
         """Yield actions that bring the arm back to its first posture in terms of its joints, upwards first."""
         if self.rotation[2, 2] < -0.8:
             yield from self.servo(self.position + [0, 0, 0.08], self.rotation, RELEASE, near=0.02, turn=1)
-        for _ in range(60):
+        yield from self.go_joints(self.scene.home, RELEASE)
+
+    def go_joints(self, target: np.ndarray, grip: float, near: float = 0.12) -> Actions:
+        """Yield actions that bring the arm's joints to `target` [7] on a straight line in joint space."""
+        best, idle = np.inf, 0
+        for _ in range(70):
             arm = self.data.qpos[:7]
-            way = self.scene.home - arm
-            if np.abs(way).max() < 0.12:
+            way = target - arm
+            rest = float(np.abs(way).max())
+            idle = 0 if rest < best - 0.005 else idle + 1
+            best = min(best, rest)
+            if rest < near or idle > 8:
                 return
-            position, rotation = self._forward(arm + way * min(1.0, 0.3 / float(np.abs(way).max())))
+            position, rotation = self._forward(arm + way * min(1.0, 0.35 / rest))
             turn = rotation_vector(rotation @ self.rotation.T)
-            yield self._action(position - self.position, turn, RELEASE)
+            yield self._action(position - self.position, turn, grip)
 
     def _forward(self, arm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the site's position and rotation for joint angles [7] of the arm."""
@@ -266,7 +281,9 @@ class Planner:
             mujoco.mj_comPos(self.model, self._scratch)
             mujoco.mj_jacSite(self.model, self._scratch, jacobian[:3], jacobian[3:], self.scene.site)
             j = jacobian[:, :7]
-            step = j.T @ np.linalg.solve(j @ j.T + 1e-3 * np.eye(6), error)
+            inverse = j.T @ np.linalg.inv(j @ j.T + 1e-3 * np.eye(6))
+            # The arm's controller pulls the free joint towards the posture at home, so this does too.
+            step = inverse @ error + 0.3 * (np.eye(7) - inverse @ j) @ (self.scene.home - arm)
             arm = np.clip(arm + step * min(1.0, 0.4 / float(np.abs(step).max())), low, high)
         return None
 
@@ -296,6 +313,11 @@ class Planner:
         """Yield actions that pick the first thing of a goal up and put it where the goal wants it."""
         name = goal[1]
         grasp = self._choose(name)
+        if goal[0] == "on" and goal[2] in self.scene.regions and (grasp is None or grasp.score < SLIPPERY):
+            places = self._places(goal)
+            if self._fits(goal, places.mean(0), self._origin(name)[2]):
+                yield from self.drag(name, places)
+                return
         if grasp is None:
             self.log.append(f"no grasp of {name}")
             return
@@ -319,6 +341,10 @@ class Planner:
         offset = turned((self.position - self._origin(name))[None, :2], spot.yaw)[0]
         above = np.append(spot.place + offset, spot.release + self.position[2] - self._origin(name)[2])
         yield from self.travel(above, rotation, CLOSE, name)
+        if np.linalg.norm(self._origin(name)[:2] + offset - self.position[:2]) > 0.06:
+            self.log.append(f"{name} fell")
+            self._failed.append(grasp)
+            return
         spot = self._spot(goal, spot) or spot
 
         def over(height: float) -> Callable[[], np.ndarray]:
@@ -335,6 +361,38 @@ class Planner:
         if not self.holds(goal):
             self._failed.append(grasp)
             self.log.append(f"{name} did not stay")
+
+    def drag(self, name: str, places: np.ndarray) -> Actions:
+        """Yield actions that press closed fingers on a flat thing and drag its origin to one of `places` [N, 2]."""
+        points, mine = self._cloud.points(self.data), self._cloud.root == self._root(name)
+        thing, others, origin = points[mine], points[~mine], self._origin(name)
+        radius = float(np.linalg.norm((thing - origin)[:, :2], axis=1).max())
+        low = others[(others[:, 2] > self._floor + 0.004) & (others[:, 2] < thing[:, 2].max() + 0.02), :2]
+        path = way_around(origin[:2], places, low, radius + 0.006)
+        if path is None:
+            path = np.stack([origin[:2], places.mean(0)])
+        near = np.linalg.norm(thing[:, :2] - origin[:2], axis=1) < 0.02
+        start = np.append(origin[:2], thing[near, 2].max(initial=origin[2]) + TIP)
+        ends = [np.append(place, start[2]) for place in path[:: max(len(path) // 5, 1)]]
+
+        def hits(yaw: float) -> float:
+            """Return how much is in the hand's way, plus a little for every turn."""
+            return sum(int(hand_hits(others, end, downward(yaw), 0.0).sum()) for end in ends) + abs(yaw - np.pi / 2)
+
+        rotation = downward(min(np.linspace(0.0, np.pi, 9), key=hits))
+        yield from self.travel(start, rotation, CLOSE)
+        yield from self.servo(start - [0, 0, PRESS], rotation, CLOSE, near=0.006, stall=4)
+        for _ in range(90):
+            place = self._origin(name)[:2]
+            nearest = int(np.argmin(np.linalg.norm(path - place, axis=1)))
+            rest = np.append(path[min(nearest + 2, len(path) - 1)] - place, 0.0)
+            slipped = np.linalg.norm(self.position[:2] - place) > 0.045
+            if slipped or np.linalg.norm(path[-1] - place) < 0.006:
+                break
+            ahead = rest * min(1.0, 0.014 / float(np.linalg.norm(rest)))
+            move = ahead + [0, 0, start[2] - PRESS - self.position[2]]
+            yield self._action(move, rotation_vector(rotation @ self.rotation.T), CLOSE)
+        yield from self.servo(self.position + [0, 0, 0.1], rotation, CLOSE, near=0.03)
 
     def _choose(self, name: str) -> Grasp | None:
         """Return the best reachable grasp that is not near one that failed."""
@@ -427,7 +485,9 @@ class Planner:
         if approach[2] < -0.9:
             yield from self.travel(grasp.position, grasp.rotation, grip)
         else:
-            yield from self.servo(before + [0, 0, 0.05], grasp.rotation, grip, near=0.02)
+            arm = self.reachable(before, grasp.rotation, self.scene.home)
+            if arm is not None:
+                yield from self.go_joints(arm, grip)
             yield from self.servo(before, grasp.rotation, grip, near=0.01)
         if pulls and approach[2] > -0.9:
             for _ in range(4):
@@ -485,18 +545,19 @@ class Planner:
         slab = points[mine][depth > depth.max() - 0.016]
         centre = (slab.min(0) + slab.max(0)) / 2
         long = np.linalg.svd(slab - slab.mean(0), full_matrices=False)[2][0]
-        for tilt in np.radians([0, 10, 20, 30, 40, 50, 60]):
+        front = centre + out * (depth.max() - centre @ out)
+        opening, found = 0.018 if pulls else 0.0, []
+        for tilt in np.radians(np.arange(0, 65, 5)):
             approach = -np.cos(tilt) * out - np.array([0, 0, np.sin(tilt)])
             closing = np.cross(approach, long)
+            position = front + approach * (0.004 if pulls else -TIP)
             for sign in (1, -1):
                 rotation = frame(approach, sign * closing)
-                front = centre + out * (depth.max() - centre @ out)
-                position = front + approach * (0.004 if pulls else -TIP)
-                grasp = Grasp(position, rotation, 0.0)
-                opening = 0.018 if pulls else 0.0
-                blocked = hand_hits(points[~mine], position, rotation, opening).any()
-                if not blocked and self._follows(joint, grasp, by):
-                    return grasp, pulls
+                hits = int(hand_hits(points[~mine], position, rotation, opening).sum())
+                found.append((hits / 100 + tilt, Grasp(position, rotation, -hits)))
+        for _, grasp in sorted(found, key=lambda each: each[0]):
+            if self._follows(joint, grasp, by):
+                return grasp, pulls
         return None
 
     def _follows(self, joint: int, grasp: Grasp, by: float) -> bool:
@@ -506,15 +567,3 @@ class Planner:
             if arm is not None:
                 arm = self.reachable(*self._along(joint, grasp.position, grasp.rotation, share * by), arm)
         return arm is not None
-
-
-def lower_side(body: np.ndarray) -> np.ndarray:
-    """Return the lowest point [M, 3] per cell of points [N, 3]."""
-    cells = np.floor(body[:, :2] / CELL).astype(int)
-    order = np.lexsort((body[:, 2], cells[:, 1], cells[:, 0]))
-    first = np.ones(len(order), bool)
-    first[1:] = (np.diff(cells[order], axis=0) != 0).any(1)
-    return body[order[first]]
-
-
-_ = (OPEN, VOID)

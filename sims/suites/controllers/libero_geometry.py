@@ -6,6 +6,7 @@ hand; a rotation is a matrix [3, 3] from that frame to the world.
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
 
+import heapq
 from dataclasses import dataclass
 
 import mujoco
@@ -227,3 +228,49 @@ def _settled(
     if width > 2 * OPEN - 0.003 or thing[1][near, 2].max(initial=VOID) < height - TIP + 0.008:
         return None
     return place, height, width
+
+
+def lower_side(body: np.ndarray) -> np.ndarray:
+    """Return the lowest point [M, 3] per cell of points [N, 3]."""
+    cells = np.floor(body[:, :2] / CELL).astype(int)
+    order = np.lexsort((body[:, 2], cells[:, 1], cells[:, 0]))
+    first = np.ones(len(order), bool)
+    first[1:] = (np.diff(cells[order], axis=0) != 0).any(1)
+    return body[order[first]]
+
+
+def way_around(start: np.ndarray, ends: np.ndarray, obstacles: np.ndarray, radius: float) -> np.ndarray | None:
+    """Return a path [N, 2] of a disc from `start` [2] to the nearest of `ends` [M, 2] past `obstacles` [K, 2], or None.
+
+    The path has a place every 1.5 cm or so; where the disc touches something already, it may leave.
+    """
+    step = 0.015
+    low, high = np.minimum(start, ends.min(0)) - 0.2, np.maximum(start, ends.max(0)) + 0.2
+    shape = tuple(np.ceil((high - low) / step).astype(int))
+    centres = low + (np.stack(np.indices(shape), -1) + 0.5) * step
+    near = obstacles[((obstacles > low - radius) & (obstacles < high + radius)).all(1)]
+    clear = np.full(shape, np.inf)
+    for point in np.unique(np.round(near / 0.005) * 0.005, axis=0):
+        clear = np.minimum(clear, np.linalg.norm(centres - point, axis=-1))
+    free = clear > min(radius, 0.98 * float(np.linalg.norm(near - start, axis=1).min(initial=np.inf)))
+    first, *goals = (tuple(cell) for cell in np.floor((np.concatenate([start[None], ends]) - low) / step).astype(int))
+    goals = [(goal, end) for goal, end in zip(goals, ends, strict=True) if clear[goal] > radius]
+    cost, before, queue = {first: 0.0}, {}, [(0.0, first)]
+    while queue:
+        so_far, cell = heapq.heappop(queue)
+        for move in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1)):
+            following = (cell[0] + move[0], cell[1] + move[1])
+            if all(0 <= at < size for at, size in zip(following, shape, strict=True)) and free[following]:
+                total = so_far + float(np.hypot(*move))
+                if total < cost.get(following, np.inf):
+                    cost[following], before[following] = total, cell
+                    heapq.heappush(queue, (total, following))
+    reached = [(cost[goal], index) for index, (goal, _) in enumerate(goals) if goal in cost]
+    if not reached:
+        return None
+    cell, end = goals[min(reached)[1]]
+    path = [end]
+    while cell != first:
+        cell = before[cell]
+        path.append(centres[cell])
+    return np.stack([*path[:-1], start][::-1] if len(path) > 1 else [start, end])
