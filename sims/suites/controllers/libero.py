@@ -7,7 +7,7 @@ Lengths in m, angles in rad, actions [7] at 20 Hz: motion of the site (1 is 5 cm
 # (MuJoCo's compiled classes have no type stubs.)
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mujoco
 import numpy as np
@@ -22,6 +22,7 @@ from sims.suites.controllers.libero_geometry import (
     downward_grasps,
     frame,
     hand_hits,
+    leaning_grasps,
     lower_side,
     rotation_vector,
     turned,
@@ -322,10 +323,13 @@ class Planner:
             self.log.append(f"no grasp of {name}")
             return
         start = self._origin(name)
-        yield from self.travel(grasp.position, grasp.rotation, RELEASE)
+        back = -0.1 * grasp.rotation[:, 2]
+        yield from self.travel(grasp.position + (back if back[2] < 0.099 else 0), grasp.rotation, RELEASE)
+        if back[2] < 0.099:
+            yield from self.servo(grasp.position + back, grasp.rotation, RELEASE, near=0.015)
         yield from self.servo(grasp.position, grasp.rotation, RELEASE, near=0.004)
         yield from self.fingers(CLOSE, least=8)
-        yield from self.servo(self.position + [0, 0, 0.06], grasp.rotation, CLOSE, near=0.015)
+        yield from self.servo(self.position + (0.6 if back[2] > 0.099 else 1.0) * back, grasp.rotation, CLOSE, near=0.015)
         if self._origin(name)[2] < start[2] + 0.03:
             self.log.append(f"{name} slipped")
             self._failed.append(grasp)
@@ -398,12 +402,22 @@ class Planner:
         """Return the best reachable grasp that is not near one that failed."""
         points = self._cloud.points(self.data)
         thing = self._cloud.root == self._root(name)
-        for grasp in downward_grasps(points[thing], points[~thing], self._floor):
-            failed = any(np.linalg.norm(grasp.position - other.position) < 0.015
-                         and grasp.rotation[:, 0] @ other.rotation[:, 0] > 0.9 for other in self._failed)
-            if not failed and self.reachable(grasp.position, grasp.rotation, self.scene.home) is not None:
-                return grasp
-        return None
+        best = None
+        for sample in (downward_grasps, leaning_grasps):
+            for grasp in sample(points[thing], points[~thing], self._floor):
+                failed = any(
+                    np.linalg.norm(grasp.position - other.position) < 0.015
+                    and grasp.rotation[:, 0] @ other.rotation[:, 0] > 0.9
+                    for other in self._failed
+                )
+                if best is not None and grasp.score <= best.score:
+                    break
+                if not failed and self.reachable(grasp.position, grasp.rotation, self.scene.home) is not None:
+                    best = grasp
+                    break
+            if best is not None and best.score > 0.06:
+                break
+        return best
 
     def _spot(self, goal: Sequence[str], kept: Spot | None = None) -> Spot | None:
         """Return where to release the held thing of a goal; kept: a spot of which only the heights are computed anew."""
@@ -418,12 +432,11 @@ class Planner:
         scene = HeightMap(near, middle - reach, middle + reach)
         spots = []
         for yaw in [0.0] if kept is not None else np.linspace(-np.pi / 2, np.pi / 2, 9):
-            hand = downward(np.arctan2(closing[1], closing[0]) + yaw)
-            if hand[1, 0] < -0.2:
+            axis = np.arctan2(closing[1], closing[0]) + yaw
+            if np.sin(axis) < -0.2:
                 continue
             body = np.concatenate([turned((thing - origin)[:, :2], yaw), thing[:, 2:] - origin[2]], 1)
             body = lower_side(body)
-            axis = np.arctan2(hand[1, 0], hand[0, 0])
             centre = turned(middle[None], -axis)[0]
             fingers = HeightMap(near, centre - 1.5 * reach, centre + 1.5 * reach, axis)
             floors = fingers.site_floor()
@@ -438,6 +451,10 @@ class Planner:
         for spot in sorted(spots, key=lambda spot: spot.cost):
             rotation = about(np.array([0.0, 0.0, 1.0]), spot.yaw) @ self.rotation
             above = np.append(spot.place + turned(site[None, :2], spot.yaw)[0], spot.release + site[2])
+            if rotation[2, 2] > -0.95:
+                spot = replace(spot, release=spot.rest + 0.004)
+                while hand_hits(near, above, rotation).any() and spot.release < spot.rest + 0.1:
+                    spot, above = replace(spot, release=spot.release + 0.01), above + [0, 0, 0.01]
             if kept is not None or self.reachable(above, rotation) is not None:
                 return spot
         return None

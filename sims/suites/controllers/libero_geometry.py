@@ -170,16 +170,17 @@ class Grasp:
     score: float
 
 
-def downward_grasps(thing: np.ndarray, others: np.ndarray, floor: float, best: int = 60) -> list[Grasp]:
+def downward_grasps(thing: np.ndarray, others: np.ndarray, floor: float, yaws: int = 16) -> list[Grasp]:
     """Return grasps of a thing from above, best first.
 
-    thing, others: points [N, 3] of the thing and of everything else; floor: height of the table.
+    thing, others: points [N, 3] of the thing and of everything else; floor: height of the table; yaws: directions of
+    the closing axis that are tried.
     """
     centre = (thing[:, :2].min(0) + thing[:, :2].max(0)) / 2
     reach = np.linalg.norm(thing[:, :2] - centre, axis=1).max() + 0.13
     others = others[(np.abs(others[:, :2] - centre) < reach).all(1)]
-    everything, grasps = np.concatenate([thing, others]), []
-    for yaw in np.linspace(0, np.pi, 16, endpoint=False):
+    everything, grasps = np.concatenate([thing, others]), {}
+    for yaw in np.linspace(0, np.pi, yaws, endpoint=False):
         middle = turned(centre[None], -yaw)[0]
         low, high = middle - reach, middle + reach
         scene, alone = HeightMap(everything, low, high, yaw), HeightMap(thing, low, high, yaw)
@@ -187,15 +188,11 @@ def downward_grasps(thing: np.ndarray, others: np.ndarray, floor: float, best: i
         height = np.maximum(np.maximum(scene.site_floor(), floor + TIP + 0.0005), inner - 0.035)
         depth = inner + TIP - height
         u, v = np.nonzero(depth > 0.008)
-        if not len(u):
-            continue
         places = low + (np.stack([u, v], 1) + 0.5) * CELL
-        distance = np.linalg.norm(places - middle, axis=1)
-        rough = 40 * np.minimum(depth[u, v], 0.02) - 12 * distance
+        rough = 40 * np.minimum(depth[u, v], 0.02) - 12 * np.linalg.norm(places - middle, axis=1)
         # The hand's own closing axis stays within a right angle of world y, its direction at home.
         hand = yaw if yaw > 0 else np.pi
-        local = turned(thing[:, :2], -yaw)
-        turned_all = turned(everything[:, :2], -yaw)
+        local, turned_all = turned(thing[:, :2], -yaw), turned(everything[:, :2], -yaw)
         for index in np.argsort(-rough)[:25]:
             found = _settled(places[index], height[u[index], v[index]], (local, thing), (turned_all, everything))
             if found is None:
@@ -203,8 +200,24 @@ def downward_grasps(thing: np.ndarray, others: np.ndarray, floor: float, best: i
             place, site, width = found
             sunk = min(inner[u[index], v[index]] + TIP - site, 0.02)
             score = 40 * sunk - 12 * np.linalg.norm(place - middle) - 6 * width - 0.08 * abs(hand - np.pi / 2)
-            grasps.append(Grasp(np.append(turned(place[None], yaw)[0], site), downward(hand), float(score)))
-    return sorted(grasps, key=lambda grasp: -grasp.score)[:best]
+            grasp = Grasp(np.append(turned(place[None], yaw)[0], site), downward(hand), float(score))
+            grasps[round(hand, 2), *np.round(grasp.position, 2)] = grasp
+    return sorted(grasps.values(), key=lambda grasp: -grasp.score)
+
+
+def leaning_grasps(thing: np.ndarray, others: np.ndarray, floor: float, lean: float = 0.6) -> list[Grasp]:
+    """Return grasps with a hand that leans by `lean` to one of eight sides, best first; arguments as above."""
+    centre = thing.mean(0)
+    steps = np.arange(-0.25, 0.25, SPACING)
+    table = np.stack(np.meshgrid(steps, steps, [0.0]), -1).reshape(-1, 3) + [*centre[:2], floor]
+    near = others[np.linalg.norm(others - centre, axis=1) < 0.35]
+    grasps = []
+    for side in np.linspace(0, 2 * np.pi, 8, endpoint=False):
+        # Seen from the hand: its own up is the axis away from which things are high.
+        base = about(np.array([-np.sin(side), np.cos(side), 0.0]), lean)
+        for grasp in downward_grasps(thing @ base, np.concatenate([near, table]) @ base, VOID, yaws=8):
+            grasps.append(Grasp(base @ grasp.position, base @ grasp.rotation, grasp.score - 0.1))
+    return sorted(grasps, key=lambda grasp: -grasp.score)
 
 
 def _settled(
