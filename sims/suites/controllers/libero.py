@@ -115,6 +115,8 @@ class Planner:
         self._scratch = mujoco.MjData(scene.model)
         self._cloud = Cloud(scene.model, [int(scene.model.body_rootid[body]) for body in scene.things.values()])
         self._failed: list[Grasp] = []
+        self._before = np.zeros(2)
+        self._floor = 0.0
         self.log: list[str] = []
 
     # What is so
@@ -195,7 +197,7 @@ class Planner:
             goal = next(goal for goal in needed if not self.holds(goal))
             self.log.append(" ".join(goal))
             yield from self.move(goal) if len(goal) == 2 else self.put(goal)
-            if goal != needed[-1] or not self.holds(goal):
+            if self.rotation[2, 2] > -0.8 or not self.holds(goal):
                 yield from self.go_home()
         while True:
             yield self._action(np.zeros(3), np.zeros(3), HOLD)
@@ -323,6 +325,7 @@ class Planner:
             self.log.append(f"no grasp of {name}")
             return
         start = self._origin(name)
+        self._before = start[:2]
         back = -0.1 * grasp.rotation[:, 2]
         yield from self.travel(grasp.position + (back if back[2] < 0.099 else 0), grasp.rotation, RELEASE)
         if back[2] < 0.099:
@@ -424,8 +427,13 @@ class Planner:
         points = self._cloud.points(self.data)
         mine = self._cloud.root == self._root(goal[1])
         thing, others, origin = points[mine], points[~mine], self._origin(goal[1])
-        places, inside = self._places(goal), goal[0] == "in"
+        places = self._places(goal)
         middle = places.mean(0)
+        wanted = middle
+        if any(other[0] == goal[0] and other[2:] == goal[2:] and other[1] != goal[1] for other in self.scene.goals):
+            # Another thing needs room in the same region.
+            sides = middle + 0.5 * np.diag(np.ptp(places, axis=0) / 2)[np.argmax(np.ptp(places, axis=0))] * [[1], [-1]]
+            wanted = sides[np.argmin(np.linalg.norm(sides - self._before, axis=1))]
         reach = np.ptp(places, axis=0).max() / 2 + np.abs(thing - origin)[:, :2].max() + 0.15
         near = others[(np.abs(others[:, :2] - middle) < reach).all(1)]
         site, closing = self.position - origin, self.rotation[:, 0]
@@ -444,9 +452,8 @@ class Planner:
                 rest = max(float((scene.at(place + body[:, :2]) - body[:, 2]).max()), self._floor - body[:, 2].min())
                 lowest = float(fingers.at(place + turned(site[None, :2], yaw)[0], floors)) - site[2]
                 release = max(rest + 0.004, lowest + 0.003)
-                if kept is None and not self._fits(goal, place, rest):
-                    continue
-                cost = 3 * np.linalg.norm(place - middle) + 5 * (release - rest) + 5 * rest + 0.03 * abs(yaw)
+                off = 0.0 if kept is not None or self._fits(goal, place, rest) else 3.0
+                cost = 3 * np.linalg.norm(place - wanted) + 5 * (release - rest) + 5 * rest + 0.03 * abs(yaw) + off
                 spots.append(Spot(float(yaw), place, rest, release, float(cost)))
         for spot in sorted(spots, key=lambda spot: spot.cost):
             rotation = about(np.array([0.0, 0.0, 1.0]), spot.yaw) @ self.rotation
@@ -501,6 +508,9 @@ class Planner:
         grip = RELEASE if pulls else CLOSE
         if approach[2] < -0.9:
             yield from self.travel(grasp.position, grasp.rotation, grip)
+        elif approach[2] < -0.6:
+            yield from self.travel(before, grasp.rotation, grip)
+            yield from self.servo(before, grasp.rotation, grip, near=0.02)
         else:
             arm = self.reachable(before, grasp.rotation, self.scene.home)
             if arm is not None:
@@ -564,14 +574,17 @@ class Planner:
         long = np.linalg.svd(slab - slab.mean(0), full_matrices=False)[2][0]
         front = centre + out * (depth.max() - centre @ out)
         opening, found = 0.018 if pulls else 0.0, []
-        for tilt in np.radians(np.arange(0, 65, 5)):
+        for tilt in np.radians(np.arange(0, 65 if pulls else 90, 5)):
             approach = -np.cos(tilt) * out - np.array([0, 0, np.sin(tilt)])
             closing = np.cross(approach, long)
             position = front + approach * (0.004 if pulls else -TIP)
             for sign in (1, -1):
                 rotation = frame(approach, sign * closing)
                 hits = int(hand_hits(points[~mine], position, rotation, opening).sum())
-                found.append((hits / 100 + tilt, Grasp(position, rotation, -hits)))
+                if not pulls:
+                    hits += int(hand_hits(points[~mine], *self._along(joint, position, rotation, by), opening).sum())
+                turn = np.linalg.norm(rotation_vector(rotation @ downward(np.pi / 2).T))
+                found.append((hits / 100 + (tilt if pulls else abs(tilt - 1.2)) + 0.1 * turn, Grasp(position, rotation, -hits)))
         for _, grasp in sorted(found, key=lambda each: each[0]):
             if self._follows(joint, grasp, by):
                 return grasp, pulls
