@@ -218,7 +218,7 @@ class Planner:
         turn: float = 0.08,
     ) -> Actions:
         """Yield actions that move the site to `target` [3] (or what it returns) until it is near or stands still."""
-        best, idle = np.inf, 0
+        best, idle, lag = np.inf, 0, np.zeros(3)
         for _ in range(steps):
             error = (target() if callable(target) else target) - self.position
             angle = rotation_vector(rotation @ self.rotation.T)
@@ -230,7 +230,9 @@ class Planner:
             best = min(best, progress)
             if idle >= stall:
                 return
-            yield self._action(error, angle, grip)
+            # Friction of the arm's joints holds small errors, so they add up.
+            lag = np.clip(lag + 0.3 * error, -0.02, 0.02) if distance < 0.02 else lag
+            yield self._action(error + lag, angle, grip)
 
     def fingers(self, grip: float, least: int = 3, most: int = 16) -> Actions:
         """Yield actions that open or close the fingers until they stand still."""
@@ -408,11 +410,7 @@ class Planner:
         best = None
         for sample in (downward_grasps, leaning_grasps):
             for grasp in sample(points[thing], points[~thing], self._floor):
-                failed = any(
-                    np.linalg.norm(grasp.position - other.position) < 0.015
-                    and grasp.rotation[:, 0] @ other.rotation[:, 0] > 0.9
-                    for other in self._failed
-                )
+                failed = any(np.linalg.norm(grasp.position - other.position) < 0.012 for other in self._failed)
                 if best is not None and grasp.score <= best.score:
                     break
                 if not failed and self.reachable(grasp.position, grasp.rotation, self.scene.home) is not None:

@@ -21,6 +21,8 @@ TIP = 0.012
 """Distance from the grip site to the fingertips."""
 OPEN, OUTER, THICK = 0.0375, 0.068, 0.012
 """Inner and outer distance of an open finger from the site along the closing axis, and half its width."""
+PAD = 0.006
+"""Half the width of a finger's middle, which has to touch what is held."""
 PALM, PALM_LONG, PALM_WIDE = 0.026, 0.108, 0.036
 """Distance of the palm above the site, and half its length and width."""
 VOID = -10.0
@@ -184,7 +186,7 @@ def downward_grasps(thing: np.ndarray, others: np.ndarray, floor: float, yaws: i
         middle = turned(centre[None], -yaw)[0]
         low, high = middle - reach, middle + reach
         scene, alone = HeightMap(everything, low, high, yaw), HeightMap(thing, low, high, yaw)
-        inner = alone.around(OPEN - 0.002, 0.010)
+        inner = alone.around(OPEN - 0.002, PAD)
         height = np.maximum(np.maximum(scene.site_floor(), floor + TIP + 0.0005), inner - 0.035)
         depth = inner + TIP - height
         u, v = np.nonzero(depth > 0.008)
@@ -197,9 +199,8 @@ def downward_grasps(thing: np.ndarray, others: np.ndarray, floor: float, yaws: i
             found = _settled(places[index], height[u[index], v[index]], (local, thing), (turned_all, everything))
             if found is None:
                 continue
-            place, site, width = found
-            sunk = min(inner[u[index], v[index]] + TIP - site, 0.02)
-            score = 40 * sunk - 12 * np.linalg.norm(place - middle) - 6 * width - 0.08 * abs(hand - np.pi / 2)
+            place, site, width, depth_held = found
+            score = 40 * min(depth_held, 0.02) - 12 * np.linalg.norm(place - middle) - 6 * width - 0.08 * abs(hand - np.pi / 2)
             grasp = Grasp(np.append(turned(place[None], yaw)[0], site), downward(hand), float(score))
             grasps[round(hand, 2), *np.round(grasp.position, 2)] = grasp
     return sorted(grasps.values(), key=lambda grasp: -grasp.score)
@@ -222,13 +223,15 @@ def leaning_grasps(thing: np.ndarray, others: np.ndarray, floor: float, lean: fl
 
 def _settled(
     place: np.ndarray, height: float, thing: tuple[np.ndarray, np.ndarray], scene: tuple[np.ndarray, np.ndarray]
-) -> tuple[np.ndarray, float, float] | None:
-    """Return a grasp's place [2] centred over what is between the fingers, its height and the width held, or None.
+) -> tuple[np.ndarray, float, float, float] | None:
+    """Return a grasp's place [2] centred over what is between the fingers, its height, the width and the depth held.
+
+    The depth is that of the outermost points on either side, which a cone has little of. None if nothing can be held.
 
     place: [2] in the hand's axes; thing, scene: points' places in the hand's axes [N, 2] and in the world [N, 3].
     """
     for _ in range(2):
-        near = (np.abs(thing[0] - place) < (OPEN, 0.010)).all(1) & (thing[1][:, 2] > height - TIP)
+        near = (np.abs(thing[0] - place) < (OPEN, PAD)).all(1) & (thing[1][:, 2] > height - TIP)
         if not near.any():
             return None
         along = thing[0][near, 0]
@@ -237,10 +240,16 @@ def _settled(
     across = np.abs(scene[0] - place)
     fingers = (across[:, 0] > OPEN) & (across[:, 0] < OUTER) & (across[:, 1] < THICK)
     height = max(height, float(scene[1][fingers, 2].max(initial=VOID)) + TIP + 0.002)
-    near = (np.abs(thing[0] - place) < (OPEN, 0.010)).all(1)
-    if width > 2 * OPEN - 0.003 or thing[1][near, 2].max(initial=VOID) < height - TIP + 0.008:
+    near = (np.abs(thing[0] - place) < (OPEN, PAD)).all(1) & (thing[1][:, 2] > height - TIP)
+    beside = thing[0][near, 1] - place[1]
+    if beside.min(initial=0) > -PAD / 2 or beside.max(initial=0) < PAD / 2:
         return None
-    return place, height, width
+    along, heights = thing[0][near, 0], thing[1][near, 2] - (height - TIP)
+    width = float(np.ptp(along))
+    if width > 2 * OPEN - 0.003 or heights.max() < 0.008:
+        return None
+    sides = (heights[along > along.max() - 0.004].max(), heights[along < along.min() + 0.004].max())
+    return place, height, width, float(np.mean(sides))
 
 
 def lower_side(body: np.ndarray) -> np.ndarray:
