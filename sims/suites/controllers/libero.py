@@ -33,6 +33,8 @@ Actions = Iterator[np.ndarray]
 RELEASE, HOLD, CLOSE = -1.0, 0.0, 1.0
 ATTEMPTS = 6
 """Attempts per episode, all goals together."""
+STEP_TIME, DAMPING, AMPLIFIED = 0.05, 0.163, 5.0
+"""Seconds of a control step, time constant of the arm's controller, and most amplification of a slow motion."""
 PRESS = 0.006
 """How far below its surface the fingers aim that press on a thing."""
 SLIPPERY = 0.0
@@ -116,6 +118,7 @@ class Planner:
         self._cloud = Cloud(scene.model, [int(scene.model.body_rootid[body]) for body in scene.things.values()])
         self._failed: list[Grasp] = []
         self._before = np.zeros(2)
+        self._last: tuple[np.ndarray, np.ndarray] | None = None
         self._floor = 0.0
         self.log: list[str] = []
 
@@ -205,7 +208,37 @@ class Planner:
     # Motion
 
     def _action(self, move: np.ndarray, turn: np.ndarray, grip: float) -> np.ndarray:
-        return np.concatenate([np.clip(move / 0.025, -1, 1), np.clip(turn / 0.33, -0.6, 0.6), [grip]])
+        """Return the action for the errors [3] of position and rotation.
+
+        The arm's controller treats the two as uncoupled. Where they are not, as with a stretched arm, some motions
+        barely start and hardly end: these are amplified and damped.
+        """
+        velocity = np.zeros(6)
+        if self._last is not None:
+            velocity[:3] = (self.position - self._last[0]) / STEP_TIME
+            velocity[3:] = rotation_vector(self.rotation @ self._last[1].T) / STEP_TIME
+        self._last = self.position, self.rotation
+        gain = self._gain()
+        move, turn = np.clip(move, -0.03, 0.03), np.clip(turn, -0.2, 0.2)
+        error = gain @ np.concatenate([move, turn]) - DAMPING * (gain - np.eye(6)) @ velocity
+        return np.concatenate([np.clip(error[:3] / 0.03, -1, 1), np.clip(error[3:] / 0.33, -0.6, 0.6), [grip]])
+
+    def _gain(self) -> np.ndarray:
+        """Return by how much [6, 6] an error must be amplified for the arm to respond alike in all directions, at most
+        the square root of it.
+        """
+        model, data = self.model, self.data
+        jacobian, mass = np.zeros((6, model.nv)), np.zeros((model.nv, model.nv))
+        mujoco.mj_jacSite(model, data, jacobian[:3], jacobian[3:], self.scene.site)
+        mujoco.mj_fullM(model, data, mass)
+        inverse = jacobian[:, :7] @ np.linalg.solve(mass[:7, :7], jacobian[:, :7].T)
+        blocks = np.zeros((6, 6))
+        for part in (slice(0, 3), slice(3, 6)):
+            values, vectors = np.linalg.eigh(inverse[part, part])
+            blocks[part, part] = vectors * np.sqrt(values) @ vectors.T
+        values, vectors = np.linalg.eigh(blocks @ np.linalg.inv(inverse) @ blocks)
+        root = vectors * np.clip(np.sqrt(values), 1.0, AMPLIFIED) @ vectors.T
+        return blocks @ root @ np.linalg.inv(blocks)
 
     def servo(
         self,
@@ -214,11 +247,11 @@ class Planner:
         grip: float,
         near: float = 0.006,
         steps: int = 80,
-        stall: int = 6,
+        stall: int = 8,
         turn: float = 0.08,
     ) -> Actions:
         """Yield actions that move the site to `target` [3] (or what it returns) until it is near or stands still."""
-        best, idle, lag = np.inf, 0, np.zeros(3)
+        best, idle = np.inf, 0
         for _ in range(steps):
             error = (target() if callable(target) else target) - self.position
             angle = rotation_vector(rotation @ self.rotation.T)
@@ -230,9 +263,7 @@ class Planner:
             best = min(best, progress)
             if idle >= stall:
                 return
-            # Friction of the arm's joints holds small errors, so they add up.
-            lag = np.clip(lag + 0.3 * error, -0.02, 0.02) if distance < 0.02 else lag
-            yield self._action(error + lag, angle, grip)
+            yield self._action(error, angle, grip)
 
     def fingers(self, grip: float, least: int = 3, most: int = 16) -> Actions:
         """Yield actions that open or close the fingers until they stand still."""
@@ -361,7 +392,7 @@ class Planner:
             return lambda: np.append(spot.place, height) + self.position - self._origin(name)
 
         yield from self.servo(over(max(spot.release + 0.03, 0)), rotation, CLOSE, near=0.005, steps=40)
-        yield from self.servo(over(spot.release), rotation, CLOSE, near=0.003, stall=4)
+        yield from self.servo(over(spot.release), rotation, CLOSE, near=0.003, stall=6)
         off = float(np.linalg.norm(self._origin(name)[:2] - spot.place))
         if off > 0.025:
             self.log.append(f"{name} is {off:.3f} beside its spot")
