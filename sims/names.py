@@ -67,7 +67,8 @@ SUITES = (
         "libero/",
         "libero/<suite>:<task>",
         "sims.suites.libero_suite:make_libero_world",
-        extra=("libero", "libero"),
+        "sims.suites.controllers.libero:make_libero_expert",
+        ("libero", "libero"),
     ),
     Suite("gymnasium:", "gymnasium:<id>", "sims.suites.gymnasium_suite:make_gymnasium_world", imports=True),
 )

@@ -61,10 +61,12 @@ class Cloud:
 
     def points(self, data: mujoco.MjData) -> np.ndarray:
         """Return all points [N, 3] in the world."""
-        return np.concatenate([
-            local @ data.geom_xmat[geom].reshape(3, 3).T + data.geom_xpos[geom]
-            for geom, local in zip(self._geoms, self._local, strict=True)
-        ])
+        return np.concatenate(
+            [
+                local @ data.geom_xmat[geom].reshape(3, 3).T + data.geom_xpos[geom]
+                for geom, local in zip(self._geoms, self._local, strict=True)
+            ]
+        )
 
 
 class HeightMap:
@@ -157,7 +159,7 @@ def hand_hits(points: np.ndarray, position: np.ndarray, rotation: np.ndarray, op
     """
     local = (points - position) @ rotation
     x, y, z = np.abs(local[:, 0]), np.abs(local[:, 1]), local[:, 2]
-    fingers = (x > opening) & (x < opening + OUTER - OPEN) & (y < THICK) & (z < TIP) & (z > -0.05)
+    fingers = (x >= opening) & (x < opening + OUTER - OPEN) & (y < THICK) & (z < TIP) & (z > -0.05)
     palm = (x < PALM_LONG) & (y < PALM_WIDE) & (z < -PALM) & (z > -0.10)
     wrist = (x < 0.06) & (y < 0.06) & (z <= -0.10) & (z > -0.20)
     return fingers | palm | wrist
@@ -196,11 +198,16 @@ def downward_grasps(thing: np.ndarray, others: np.ndarray, floor: float, yaws: i
         hand = yaw if yaw > 0 else np.pi
         local, turned_all = turned(thing[:, :2], -yaw), turned(everything[:, :2], -yaw)
         for index in np.argsort(-rough)[:25]:
-            found = _settled(places[index], height[u[index], v[index]], (local, thing), (turned_all, everything))
+            found = _settled(places[index], float(height[u[index], v[index]]), (local, thing), (turned_all, everything))
             if found is None:
                 continue
             place, site, width, depth_held = found
-            score = 40 * min(depth_held, 0.02) - 12 * np.linalg.norm(place - middle) - 6 * width - 0.08 * abs(hand - np.pi / 2)
+            score = (
+                40 * min(depth_held, 0.02)
+                - 12 * np.linalg.norm(place - middle)
+                - 6 * width
+                - 0.08 * abs(hand - np.pi / 2)
+            )
             grasp = Grasp(np.append(turned(place[None], yaw)[0], site), downward(hand), float(score))
             grasps[round(hand, 2), *np.round(grasp.position, 2)] = grasp
     return sorted(grasps.values(), key=lambda grasp: -grasp.score)
@@ -210,7 +217,7 @@ def leaning_grasps(thing: np.ndarray, others: np.ndarray, floor: float, lean: fl
     """Return grasps with a hand that leans by `lean` to one of eight sides, best first; arguments as above."""
     centre = thing.mean(0)
     steps = np.arange(-0.25, 0.25, SPACING)
-    table = np.stack(np.meshgrid(steps, steps, [0.0]), -1).reshape(-1, 3) + [*centre[:2], floor]
+    table = np.stack(np.meshgrid(steps, steps, [0.0]), -1).reshape(-1, 3) + np.append(centre[:2], floor)
     near = others[np.linalg.norm(others - centre, axis=1) < 0.35]
     grasps = []
     for side in np.linspace(0, 2 * np.pi, 8, endpoint=False):
@@ -269,7 +276,7 @@ def way_around(start: np.ndarray, ends: np.ndarray, obstacles: np.ndarray, radiu
     step = 0.015
     low, high = np.minimum(start, ends.min(0)) - 0.2, np.maximum(start, ends.max(0)) + 0.2
     shape = tuple(np.ceil((high - low) / step).astype(int))
-    centres = low + (np.stack(np.indices(shape), -1) + 0.5) * step
+    centres = low + (np.moveaxis(np.indices(shape), 0, -1) + 0.5) * step
     near = obstacles[((obstacles > low - radius) & (obstacles < high + radius)).all(1)]
     clear = np.full(shape, np.inf)
     for point in np.unique(np.round(near / 0.005) * 0.005, axis=0):

@@ -31,6 +31,7 @@ from sims.suites.controllers.libero_geometry import (
 
 Actions = Iterator[np.ndarray]
 RELEASE, HOLD, CLOSE = -1.0, 0.0, 1.0
+UP = np.array([0.0, 0.0, 1.0])
 ATTEMPTS = 6
 """Attempts per episode, all goals together."""
 STEP_TIME, DAMPING, AMPLIFIED = 0.05, 0.163, 5.0
@@ -56,7 +57,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Scene:
+class Task:
     """What the planner knows about a task beyond the compiled model.
 
     goals: predicates, each with its name in lower case and its arguments; things: body id of each object and fixture
@@ -112,10 +113,10 @@ class Spot:
 class Planner:
     """Plans and acts for one episode; `actions` yields, and `data` must be up to date whenever it resumes."""
 
-    def __init__(self, scene: Scene, data: mujoco.MjData):
-        self.scene, self.model, self.data = scene, scene.model, data
-        self._scratch = mujoco.MjData(scene.model)
-        self._cloud = Cloud(scene.model, [int(scene.model.body_rootid[body]) for body in scene.things.values()])
+    def __init__(self, task: Task, data: mujoco.MjData):
+        self.task, self.model, self.data = task, task.model, data
+        self._scratch = mujoco.MjData(task.model)
+        self._cloud = Cloud(task.model, [int(task.model.body_rootid[body]) for body in task.things.values()])
         self._failed: list[Grasp] = []
         self._before = np.zeros(2)
         self._last: tuple[np.ndarray, np.ndarray] | None = None
@@ -127,18 +128,18 @@ class Planner:
     @property
     def position(self) -> np.ndarray:
         """Position [3] of the grip site."""
-        return self.data.site_xpos[self.scene.site].copy()
+        return self.data.site_xpos[self.task.site].copy()
 
     @property
     def rotation(self) -> np.ndarray:
         """Rotation [3, 3] of the grip site."""
-        return self.data.site_xmat[self.scene.site].reshape(3, 3).copy()
+        return self.data.site_xmat[self.task.site].reshape(3, 3).copy()
 
     def _root(self, name: str) -> int:
-        return int(self.model.body_rootid[self.scene.things[name]])
+        return int(self.model.body_rootid[self.task.things[name]])
 
     def _origin(self, name: str) -> np.ndarray:
-        return self.data.xpos[self.scene.things[name]].copy()
+        return self.data.xpos[self.task.things[name]].copy()
 
     def _value(self, joint: int) -> float:
         return float(self.data.qpos[self.model.jnt_qposadr[joint]])
@@ -147,23 +148,23 @@ class Planner:
         """Return whether a goal's predicate holds, contacts left out."""
         name, first = goal[0], goal[1]
         if len(goal) == 2:
-            ranges = [(self._value(j), *self.scene.ranges[name, j]) for j in self._jointed(goal)]
+            ranges = [(self._value(j), *self.task.ranges[name, j]) for j in self._jointed(goal)]
             true = [low <= value <= high for value, low, high in ranges]
             return any(true) if name in ("open", "turnon") else all(true)
         origin = self._origin(first)
-        if goal[2] in self.scene.regions:
-            region = self.scene.regions[goal[2]]
+        if goal[2] in self.task.regions:
+            region = self.task.regions[goal[2]]
             mat = self.data.site_xmat[region.site].reshape(3, 3)
             return in_region(region, self.data.site_xpos[region.site], mat, origin, name == "in")
         below = self._origin(goal[2])
         return bool(below[2] <= origin[2] < below[2] + 0.1 and np.linalg.norm((origin - below)[:2]) < 0.028)
 
     def _jointed(self, goal: Sequence[str]) -> list[int]:
-        return [joint for joint in self.scene.joints_of(goal[1]) if (goal[0], joint) in self.scene.ranges]
+        return [joint for joint in self.task.joints_of(goal[1]) if (goal[0], joint) in self.task.ranges]
 
     def _support(self) -> float:
         """Return the height of the table: the lowest point of what can move, as fixtures may be sunk into it."""
-        free = [self._root(name) for name, body in self.scene.things.items() if self.model.body_dofnum[body] == 6]
+        free = [self._root(name) for name, body in self.task.things.items() if self.model.body_dofnum[body] == 6]
         return float(self._cloud.points(self.data)[np.isin(self._cloud.root, free), 2].min())
 
     # The order of goals
@@ -172,18 +173,21 @@ class Planner:
         """Return the goals in the order in which to reach them: open, then put, what carries others first, then close
         what something is put into.
         """
-        regions, goals = self.scene.regions, self.scene.goals
+        regions, goals = self.task.regions, self.task.goals
         puts = [goal for goal in goals if len(goal) == 3]
         puts.sort(key=lambda goal: any(goal[2] == other[1] for other in puts))
-        filled = {regions[goal[2]].joints or self.scene.joints.get(regions[goal[2]].parent or "", ())
-                  for goal in puts if goal[0] == "in" and goal[2] in regions}
+        filled = {
+            regions[goal[2]].joints or self.task.joints.get(regions[goal[2]].parent or "", ())
+            for goal in puts
+            if goal[0] == "in" and goal[2] in regions
+        }
         moves = [goal for goal in goals if len(goal) == 2]
-        late = [goal for goal in moves if goal[0] == "close" and self.scene.joints_of(goal[1]) in filled]
+        late = [goal for goal in moves if goal[0] == "close" and self.task.joints_of(goal[1]) in filled]
         opened: list[tuple[str, ...]] = []
         for goal in puts:
             region = regions.get(goal[2])
             if goal[0] == "in" and region is not None and region.joints and not self.holds(goal):
-                opened += [("open", goal[2])] if ("open", region.joints[0]) in self.scene.ranges else []
+                opened += [("open", goal[2])] if ("open", region.joints[0]) in self.task.ranges else []
         early = [goal for goal in moves if goal not in late]
         return list(dict.fromkeys(opened + early + puts + late))
 
@@ -192,11 +196,13 @@ class Planner:
         self._floor = self._support()
         for _ in range(ATTEMPTS):
             goals = self.ordered()
-            left = [goal for goal in goals if goal in self.scene.goals and not self.holds(goal)]
+            left = [goal for goal in goals if goal in self.task.goals and not self.holds(goal)]
             if not left:
                 break
             # Something to open is opened only for a put that is left.
-            needed = [goal for goal in goals if goal in left or goal[0] == "open" and any(g[2:] == goal[1:] for g in left)]
+            needed = [
+                goal for goal in goals if goal in left or (goal[0] == "open" and any(g[2:] == goal[1:] for g in left))
+            ]
             goal = next(goal for goal in needed if not self.holds(goal))
             self.log.append(" ".join(goal))
             yield from self.move(goal) if len(goal) == 2 else self.put(goal)
@@ -229,7 +235,7 @@ class Planner:
         """
         model, data = self.model, self.data
         jacobian, mass = np.zeros((6, model.nv)), np.zeros((model.nv, model.nv))
-        mujoco.mj_jacSite(model, data, jacobian[:3], jacobian[3:], self.scene.site)
+        mujoco.mj_jacSite(model, data, jacobian[:3], jacobian[3:], self.task.site)
         mujoco.mj_fullM(model, data, mass)
         inverse = jacobian[:, :7] @ np.linalg.solve(mass[:7, :7], jacobian[:, :7].T)
         blocks = np.zeros((6, 6))
@@ -278,8 +284,8 @@ class Planner:
     def go_home(self) -> Actions:
         """Yield actions that bring the arm back to its first posture in terms of its joints, upwards first."""
         if self.rotation[2, 2] < -0.8:
-            yield from self.servo(self.position + [0, 0, 0.08], self.rotation, RELEASE, near=0.02, turn=1)
-        yield from self.go_joints(self.scene.home, RELEASE)
+            yield from self.servo(self.position + 0.08 * UP, self.rotation, RELEASE, near=0.02, turn=1)
+        yield from self.go_joints(self.task.home, RELEASE)
 
     def go_joints(self, target: np.ndarray, grip: float, near: float = 0.12) -> Actions:
         """Yield actions that bring the arm's joints to `target` [7] on a straight line in joint space."""
@@ -301,27 +307,50 @@ class Planner:
         self._scratch.qpos[:] = self.data.qpos
         self._scratch.qpos[:7] = arm
         mujoco.mj_kinematics(self.model, self._scratch)
-        site = self.scene.site
+        site = self.task.site
         return self._scratch.site_xpos[site].copy(), self._scratch.site_xmat[site].reshape(3, 3).copy()
 
-    def reachable(self, position: np.ndarray, rotation: np.ndarray, start: np.ndarray | None = None) -> np.ndarray | None:
+    def reachable(
+        self, position: np.ndarray, rotation: np.ndarray, start: np.ndarray | None = None
+    ) -> np.ndarray | None:
         """Return joint angles [7] that bring the site to a pose, None if none is found from `start` on."""
-        arm = (self.data.qpos[:7] if start is None else start).copy()
+        arm = self._solved(position, rotation, self.data.qpos[:7] if start is None else start, 40, 0.005)
+        at, facing = self._forward(arm)
+        error = np.linalg.norm(position - at), np.linalg.norm(rotation_vector(rotation @ facing.T))
+        return arm if error[0] < 0.006 and error[1] < 0.06 else None
+
+    def nearest(self, position: np.ndarray, rotation: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """Return joint angles [7] that bring the site close to a pose, found from the near angles `start` [7]."""
+        return self._solved(position, rotation, start, 12, 0.0002, damping=1e-6, pull=0.05)
+
+    def _solved(
+        self,
+        position: np.ndarray,
+        rotation: np.ndarray,
+        start: np.ndarray,
+        steps: int,
+        near: float,
+        damping: float = 1e-3,
+        pull: float = 0.3,
+    ) -> np.ndarray:
+        """Return joint angles [7] after some steps of inverse kinematics; pull: share of the way to the posture at home
+        that the free joint goes in each, since the arm's controller pulls it there too.
+        """
+        arm = start.copy()
         low, high = self.model.jnt_range[:7].T + np.array([[0.05], [-0.05]])
         jacobian = np.zeros((6, self.model.nv))
-        for _ in range(40):
+        for _ in range(steps):
             at, facing = self._forward(arm)
             error = np.concatenate([position - at, rotation_vector(rotation @ facing.T)])
-            if np.linalg.norm(error[:3]) < 0.005 and np.linalg.norm(error[3:]) < 0.05:
-                return arm
+            if np.linalg.norm(error[:3]) < near and np.linalg.norm(error[3:]) < 10 * near:
+                break
             mujoco.mj_comPos(self.model, self._scratch)
-            mujoco.mj_jacSite(self.model, self._scratch, jacobian[:3], jacobian[3:], self.scene.site)
+            mujoco.mj_jacSite(self.model, self._scratch, jacobian[:3], jacobian[3:], self.task.site)
             j = jacobian[:, :7]
-            inverse = j.T @ np.linalg.inv(j @ j.T + 1e-3 * np.eye(6))
-            # The arm's controller pulls the free joint towards the posture at home, so this does too.
-            step = inverse @ error + 0.3 * (np.eye(7) - inverse @ j) @ (self.scene.home - arm)
+            inverse = j.T @ np.linalg.inv(j @ j.T + damping * np.eye(6))
+            step = inverse @ error + pull * (np.eye(7) - inverse @ j) @ (self.task.home - arm)
             arm = np.clip(arm + step * min(1.0, 0.4 / float(np.abs(step).max())), low, high)
-        return None
+        return arm
 
     def travel(self, target: np.ndarray, rotation: np.ndarray, grip: float, held: str | None = None) -> Actions:
         """Yield actions that move the site over everything on the way to above `target` [3]."""
@@ -349,7 +378,7 @@ class Planner:
         """Yield actions that pick the first thing of a goal up and put it where the goal wants it."""
         name = goal[1]
         grasp = self._choose(name)
-        if goal[0] == "on" and goal[2] in self.scene.regions and (grasp is None or grasp.score < SLIPPERY):
+        if goal[0] == "on" and goal[2] in self.task.regions and (grasp is None or grasp.score < SLIPPERY):
             places = self._places(goal)
             if self._fits(goal, places.mean(0), self._origin(name)[2]):
                 yield from self.drag(name, places)
@@ -365,7 +394,9 @@ class Planner:
             yield from self.servo(grasp.position + back, grasp.rotation, RELEASE, near=0.015)
         yield from self.servo(grasp.position, grasp.rotation, RELEASE, near=0.004)
         yield from self.fingers(CLOSE, least=8)
-        yield from self.servo(self.position + (0.6 if back[2] > 0.099 else 1.0) * back, grasp.rotation, CLOSE, near=0.015)
+        yield from self.servo(
+            self.position + (0.6 if back[2] > 0.099 else 1.0) * back, grasp.rotation, CLOSE, near=0.015
+        )
         if self._origin(name)[2] < start[2] + 0.03:
             self.log.append(f"{name} slipped")
             self._failed.append(grasp)
@@ -374,10 +405,10 @@ class Planner:
         if spot is None:
             self.log.append(f"no spot for {name}")
             self._failed.append(grasp)
-            yield from self.servo(self.position - [0, 0, 0.06], grasp.rotation, CLOSE)
+            yield from self.servo(self.position - 0.06 * UP, grasp.rotation, CLOSE)
             yield from self.fingers(RELEASE)
             return
-        rotation = about(np.array([0.0, 0.0, 1.0]), spot.yaw) @ grasp.rotation
+        rotation = about(UP, spot.yaw) @ grasp.rotation
         offset = turned((self.position - self._origin(name))[None, :2], spot.yaw)[0]
         above = np.append(spot.place + offset, spot.release + self.position[2] - self._origin(name)[2])
         yield from self.travel(above, rotation, CLOSE, name)
@@ -397,7 +428,7 @@ class Planner:
         if off > 0.025:
             self.log.append(f"{name} is {off:.3f} beside its spot")
         yield from self.fingers(RELEASE, least=5)
-        yield from self.servo(self.position + [0, 0, 0.1], self.rotation, RELEASE, near=0.03, turn=1.0)
+        yield from self.servo(self.position + 0.1 * UP, self.rotation, RELEASE, near=0.03, turn=1.0)
         if not self.holds(goal):
             self._failed.append(grasp)
             self.log.append(f"{name} did not stay")
@@ -421,7 +452,7 @@ class Planner:
 
         rotation = downward(min(np.linspace(0.0, np.pi, 9), key=hits))
         yield from self.travel(start, rotation, CLOSE)
-        yield from self.servo(start - [0, 0, PRESS], rotation, CLOSE, near=0.006, stall=4)
+        yield from self.servo(start - PRESS * UP, rotation, CLOSE, near=0.006, stall=4)
         for _ in range(90):
             place = self._origin(name)[:2]
             nearest = int(np.argmin(np.linalg.norm(path - place, axis=1)))
@@ -430,9 +461,9 @@ class Planner:
             if slipped or np.linalg.norm(path[-1] - place) < 0.006:
                 break
             ahead = rest * min(1.0, 0.014 / float(np.linalg.norm(rest)))
-            move = ahead + [0, 0, start[2] - PRESS - self.position[2]]
+            move = ahead + (start[2] - PRESS - self.position[2]) * UP
             yield self._action(move, rotation_vector(rotation @ self.rotation.T), CLOSE)
-        yield from self.servo(self.position + [0, 0, 0.1], rotation, CLOSE, near=0.03)
+        yield from self.servo(self.position + 0.1 * UP, rotation, CLOSE, near=0.03)
 
     def _choose(self, name: str) -> Grasp | None:
         """Return the best reachable grasp that is not near one that failed."""
@@ -444,7 +475,7 @@ class Planner:
                 failed = any(np.linalg.norm(grasp.position - other.position) < 0.012 for other in self._failed)
                 if best is not None and grasp.score <= best.score:
                     break
-                if not failed and self.reachable(grasp.position, grasp.rotation, self.scene.home) is not None:
+                if not failed and self.reachable(grasp.position, grasp.rotation, self.task.home) is not None:
                     best = grasp
                     break
             if best is not None and best.score > 0.06:
@@ -452,14 +483,14 @@ class Planner:
         return best
 
     def _spot(self, goal: Sequence[str], kept: Spot | None = None) -> Spot | None:
-        """Return where to release the held thing of a goal; kept: a spot of which only the heights are computed anew."""
+        """Return where to release the held thing of a goal; kept: a spot whose heights alone are computed anew."""
         points = self._cloud.points(self.data)
         mine = self._cloud.root == self._root(goal[1])
         thing, others, origin = points[mine], points[~mine], self._origin(goal[1])
         places = self._places(goal)
         middle = places.mean(0)
         wanted = middle
-        if any(other[0] == goal[0] and other[2:] == goal[2:] and other[1] != goal[1] for other in self.scene.goals):
+        if any(other[0] == goal[0] and other[2:] == goal[2:] and other[1] != goal[1] for other in self.task.goals):
             # Another thing needs room in the same region.
             sides = middle + 0.5 * np.diag(np.ptp(places, axis=0) / 2)[np.argmax(np.ptp(places, axis=0))] * [[1], [-1]]
             wanted = sides[np.argmin(np.linalg.norm(sides - self._before, axis=1))]
@@ -485,21 +516,21 @@ class Planner:
                 cost = 3 * np.linalg.norm(place - wanted) + 5 * (release - rest) + 5 * rest + 0.03 * abs(yaw) + off
                 spots.append(Spot(float(yaw), place, rest, release, float(cost)))
         for spot in sorted(spots, key=lambda spot: spot.cost):
-            rotation = about(np.array([0.0, 0.0, 1.0]), spot.yaw) @ self.rotation
+            rotation = about(UP, spot.yaw) @ self.rotation
             above = np.append(spot.place + turned(site[None, :2], spot.yaw)[0], spot.release + site[2])
             if rotation[2, 2] > -0.95:
                 spot = replace(spot, release=spot.rest + 0.004)
                 while hand_hits(near, above, rotation).any() and spot.release < spot.rest + 0.1:
-                    spot, above = replace(spot, release=spot.release + 0.01), above + [0, 0, 0.01]
+                    spot, above = replace(spot, release=spot.release + 0.01), above + 0.01 * UP
             if kept is not None or self.reachable(above, rotation) is not None:
                 return spot
         return None
 
     def _places(self, goal: Sequence[str]) -> np.ndarray:
         """Return candidate places [N, 2] for a thing's origin."""
-        if goal[2] not in self.scene.regions:
+        if goal[2] not in self.task.regions:
             return self._origin(goal[2])[None, :2]
-        region = self.scene.regions[goal[2]]
+        region = self.task.regions[goal[2]]
         centre, rotation = self.data.site_xpos[region.site], self.data.site_xmat[region.site].reshape(3, 3)
         half = np.abs(rotation @ region.size) if goal[0] == "in" else np.abs(rotation) @ region.size
         axes = [np.linspace(-h, h, 2 * max(int(h / 0.012), 1) + 1) for h in 0.85 * half[:2]]
@@ -507,9 +538,9 @@ class Planner:
 
     def _fits(self, goal: Sequence[str], place: np.ndarray, rest: float) -> bool:
         """Return whether a goal would hold for a thing whose origin rests at this place and height."""
-        if goal[2] not in self.scene.regions:
+        if goal[2] not in self.task.regions:
             return True
-        region = self.scene.regions[goal[2]]
+        region = self.task.regions[goal[2]]
         mat = self.data.site_xmat[region.site].reshape(3, 3)
         return in_region(region, self.data.site_xpos[region.site], mat, np.append(place, rest), goal[0] == "in")
 
@@ -518,7 +549,7 @@ class Planner:
     def move(self, goal: Sequence[str]) -> Actions:
         """Yield actions that bring the joints of a goal into the range in which its predicate holds."""
         for joint in self._jointed(goal):
-            low, high = self.scene.ranges[goal[0], joint]
+            low, high = self.task.ranges[goal[0], joint]
             value = self._value(joint)
             if low <= value <= high:
                 continue
@@ -541,7 +572,7 @@ class Planner:
             yield from self.travel(before, grasp.rotation, grip)
             yield from self.servo(before, grasp.rotation, grip, near=0.02)
         else:
-            arm = self.reachable(before, grasp.rotation, self.scene.home)
+            arm = self.reachable(before, grasp.rotation, self.task.home)
             if arm is not None:
                 yield from self.go_joints(arm, grip)
             yield from self.servo(before, grasp.rotation, grip, near=0.01)
@@ -613,7 +644,9 @@ class Planner:
                 if not pulls:
                     hits += int(hand_hits(points[~mine], *self._along(joint, position, rotation, by), opening).sum())
                 turn = np.linalg.norm(rotation_vector(rotation @ downward(np.pi / 2).T))
-                found.append((hits / 100 + (tilt if pulls else abs(tilt - 1.2)) + 0.1 * turn, Grasp(position, rotation, -hits)))
+                found.append(
+                    (hits / 100 + (tilt if pulls else abs(tilt - 1.2)) + 0.1 * turn, Grasp(position, rotation, -hits))
+                )
         for _, grasp in sorted(found, key=lambda each: each[0]):
             if self._follows(joint, grasp, by):
                 return grasp, pulls
@@ -621,7 +654,7 @@ class Planner:
 
     def _follows(self, joint: int, grasp: Grasp, by: float) -> bool:
         """Return whether the arm reaches a grasp, and all of its way along the joint."""
-        arm = self.reachable(grasp.position, grasp.rotation, self.scene.home)
+        arm = self.reachable(grasp.position, grasp.rotation, self.task.home)
         for share in (0.5, 1.0):
             if arm is not None:
                 arm = self.reachable(*self._along(joint, grasp.position, grasp.rotation, share * by), arm)
