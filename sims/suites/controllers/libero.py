@@ -19,7 +19,7 @@ from sims.suites.controllers.libero_geometry import about
 from sims.suites.controllers.libero_planner import Actions, Planner, Region, Task
 from sims.suites.gymnasium_suite import SEED_LIMIT
 from sims.suites.libero_environment import STATE_PARTS, start_of
-from sims.suites.libero_scene import LiberoTask, Scene, scene_of, tasks_of
+from sims.suites.libero_scene import SCENES_KEPT, LiberoTask, Scene, scene_of, tasks_of
 
 PREDICATES = {"open": "is_open", "close": "is_close", "turnon": "turn_on", "turnoff": "turn_off"}
 SAMPLES = 2001
@@ -150,15 +150,23 @@ class LiberoExpert:
     def _one(self, index: int, flat: np.ndarray, observation: Observation) -> np.ndarray:
         if index not in self._rows:
             number = self._task_of(index, observation)
-            if number not in self._layouts:
-                self._layouts[number] = Layout(self._tasks[number])
-            layout = self._layouts[number]
+            layout = self._layout_of(number)
             self._rows[index] = _Row(layout, layout.planner())
         row = self._rows[index]
         row.layout.lay(row.planner, self._entries(flat))
         if row.actions is None:
             row.actions = row.planner.actions()
         return next(row.actions)
+
+    def _layout_of(self, number: int) -> Layout:
+        """Return the layout of a task; the oldest that no row needs is dropped when there are too many."""
+        if number not in self._layouts:
+            used = {id(row.layout) for row in self._rows.values()}
+            free = [each for each, layout in self._layouts.items() if id(layout) not in used]
+            if len(self._layouts) >= SCENES_KEPT and free:
+                del self._layouts[free[0]]
+            self._layouts[number] = Layout(self._tasks[number])
+        return self._layouts[number]
 
     def _entries(self, flat: np.ndarray) -> dict[str, np.ndarray]:
         """Return an observation [D] by entry."""

@@ -6,8 +6,9 @@ Lengths in m, angles in rad, actions [7] at 20 Hz: motion of the site (1 is 5 cm
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import mujoco
 import numpy as np
@@ -72,10 +73,16 @@ class Task:
     joints: Mapping[str, tuple[int, ...]]
     ranges: Mapping[tuple[str, int], tuple[float, float]]
     home: np.ndarray
-    site: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "site", self.model.site("gripper0_grip_site").id)
+    @functools.cached_property
+    def site(self) -> int:
+        """Id of the site between the fingertips."""
+        return int(self.model.site("gripper0_grip_site").id)
+
+    @functools.cached_property
+    def cloud(self) -> Cloud:
+        """Points on objects and fixtures."""
+        return Cloud(self.model, [int(self.model.body_rootid[body]) for body in self.things.values()])
 
     def joints_of(self, name: str) -> tuple[int, ...]:
         """Return the joints of a region or fixture."""
@@ -116,7 +123,7 @@ class Planner:
     def __init__(self, task: Task, data: mujoco.MjData):
         self.task, self.model, self.data = task, task.model, data
         self._scratch = mujoco.MjData(task.model)
-        self._cloud = Cloud(task.model, [int(task.model.body_rootid[body]) for body in task.things.values()])
+        self._cloud = task.cloud
         self._failed: list[Grasp] = []
         self._before = np.zeros(2)
         self._last: tuple[np.ndarray, np.ndarray] | None = None
