@@ -21,6 +21,8 @@ TIP = 0.012
 """Distance from the grip site to the fingertips."""
 OPEN, OUTER, THICK = 0.0375, 0.068, 0.012
 """Inner and outer distance of an open finger from the site along the closing axis, and half its width."""
+NARROW = 0.019
+"""Inner distance of a finger that is half closed."""
 PAD = 0.006
 """Half the width of a finger's middle, which has to touch what is held."""
 PALM, PALM_LONG, PALM_WIDE = 0.026, 0.108, 0.036
@@ -109,10 +111,10 @@ class HeightMap:
             moved[-cells:] = filtered[:cells]
         return moved
 
-    def site_floor(self) -> np.ndarray:
-        """Return how low the site of a downward open hand may go above each cell, its closing axis along u."""
+    def site_floor(self, opening: float = OPEN) -> np.ndarray:
+        """Return how low the site of a downward hand may go above each cell, its closing axis along u."""
         # Cells are coarse: the inner edge is one of them farther out, and what is nearer is looked at later.
-        middle, half = (OPEN + CELL + OUTER) / 2, (OUTER - OPEN - CELL) / 2
+        middle, half = opening + (OUTER - OPEN + CELL) / 2, (OUTER - OPEN - CELL) / 2
         fingers = np.maximum(self.around(half, THICK, middle), self.around(half, THICK, -middle))
         return np.maximum(fingers + TIP + 0.002, self.around(PALM_LONG, PALM_WIDE) - PALM + 0.002)
 
@@ -167,18 +169,21 @@ def hand_hits(points: np.ndarray, position: np.ndarray, rotation: np.ndarray, op
 
 @dataclass(frozen=True)
 class Grasp:
-    """Pose of the site in which to close the hand; the higher the `score`, the better."""
+    """Pose of the site in which to close the hand; the higher the `score`, the better; opening: of each finger before."""
 
     position: np.ndarray
     rotation: np.ndarray
     score: float
+    opening: float = OPEN
 
 
-def downward_grasps(thing: np.ndarray, others: np.ndarray, floor: float, yaws: int = 16) -> list[Grasp]:
+def downward_grasps(
+    thing: np.ndarray, others: np.ndarray, floor: float, yaws: int = 16, opening: float = OPEN
+) -> list[Grasp]:
     """Return grasps of a thing from above, best first.
 
     thing, others: points [N, 3] of the thing and of everything else; floor: height of the table; yaws: directions of
-    the closing axis that are tried.
+    the closing axis that are tried; opening: of each finger.
     """
     centre = (thing[:, :2].min(0) + thing[:, :2].max(0)) / 2
     reach = np.linalg.norm(thing[:, :2] - centre, axis=1).max() + 0.13
@@ -188,8 +193,8 @@ def downward_grasps(thing: np.ndarray, others: np.ndarray, floor: float, yaws: i
         middle = turned(centre[None], -yaw)[0]
         low, high = middle - reach, middle + reach
         scene, alone = HeightMap(everything, low, high, yaw), HeightMap(thing, low, high, yaw)
-        inner = alone.around(OPEN - 0.002, PAD)
-        height = np.maximum(np.maximum(scene.site_floor(), floor + TIP + 0.0005), inner - 0.035)
+        inner = alone.around(opening - 0.002, PAD)
+        height = np.maximum(np.maximum(scene.site_floor(opening), floor + TIP + 0.0005), inner - 0.035)
         depth = inner + TIP - height
         u, v = np.nonzero(depth > 0.008)
         places = low + (np.stack([u, v], 1) + 0.5) * CELL
@@ -198,7 +203,9 @@ def downward_grasps(thing: np.ndarray, others: np.ndarray, floor: float, yaws: i
         hand = yaw if yaw > 0 else np.pi
         local, turned_all = turned(thing[:, :2], -yaw), turned(everything[:, :2], -yaw)
         for index in np.argsort(-rough)[:25]:
-            found = _settled(places[index], float(height[u[index], v[index]]), (local, thing), (turned_all, everything))
+            found = _settled(
+                places[index], float(height[u[index], v[index]]), (local, thing), (turned_all, everything), opening
+            )
             if found is None:
                 continue
             place, site, width, depth_held = found
@@ -208,7 +215,7 @@ def downward_grasps(thing: np.ndarray, others: np.ndarray, floor: float, yaws: i
                 - 6 * width
                 - 0.08 * abs(hand - np.pi / 2)
             )
-            grasp = Grasp(np.append(turned(place[None], yaw)[0], site), downward(hand), float(score))
+            grasp = Grasp(np.append(turned(place[None], yaw)[0], site), downward(hand), float(score), opening)
             grasps[round(hand, 2), *np.round(grasp.position, 2)] = grasp
     return sorted(grasps.values(), key=lambda grasp: -grasp.score)
 
@@ -229,7 +236,11 @@ def leaning_grasps(thing: np.ndarray, others: np.ndarray, floor: float, lean: fl
 
 
 def _settled(
-    place: np.ndarray, height: float, thing: tuple[np.ndarray, np.ndarray], scene: tuple[np.ndarray, np.ndarray]
+    place: np.ndarray,
+    height: float,
+    thing: tuple[np.ndarray, np.ndarray],
+    scene: tuple[np.ndarray, np.ndarray],
+    opening: float,
 ) -> tuple[np.ndarray, float, float, float] | None:
     """Return a grasp's place [2] centred over what is between the fingers, its height, the width and the depth held.
 
@@ -238,25 +249,28 @@ def _settled(
     place: [2] in the hand's axes; thing, scene: points' places in the hand's axes [N, 2] and in the world [N, 3].
     """
     for _ in range(2):
-        near = (np.abs(thing[0] - place) < (OPEN, PAD)).all(1) & (thing[1][:, 2] > height - TIP)
+        near = (np.abs(thing[0] - place) < (opening, PAD)).all(1) & (thing[1][:, 2] > height - TIP)
         if not near.any():
             return None
         along = thing[0][near, 0]
         width = float(np.ptp(along))
         place = np.array([(along.max() + along.min()) / 2, place[1]])
     across = np.abs(scene[0] - place)
-    fingers = (across[:, 0] > OPEN) & (across[:, 0] < OUTER) & (across[:, 1] < THICK)
+    fingers = (across[:, 0] > opening) & (across[:, 0] < opening + OUTER - OPEN) & (across[:, 1] < THICK)
     height = max(height, float(scene[1][fingers, 2].max(initial=VOID)) + TIP + 0.002)
-    near = (np.abs(thing[0] - place) < (OPEN, PAD)).all(1) & (thing[1][:, 2] > height - TIP)
+    near = (np.abs(thing[0] - place) < (opening, PAD)).all(1) & (thing[1][:, 2] > height - TIP)
     beside = thing[0][near, 1] - place[1]
     if beside.min(initial=0) > -PAD / 2 or beside.max(initial=0) < PAD / 2:
         return None
     along, heights = thing[0][near, 0], thing[1][near, 2] - (height - TIP)
     width = float(np.ptp(along))
-    if width > 2 * OPEN - 0.003 or heights.max() < 0.008:
+    if width > 2 * opening - 0.003 or heights.max() < 0.008:
         return None
     sides = (heights[along > along.max() - 0.004].max(), heights[along < along.min() + 0.004].max())
-    return place, height, width, float(np.mean(sides))
+    # What stands askew to the fingers, such as a rim, turns or slips out of them.
+    left, right = along[beside < -PAD / 4], along[beside > PAD / 4]
+    skew = abs(left.mean() - right.mean()) / PAD if len(left) and len(right) else 0.0
+    return place, height, width, float(np.mean(sides)) - 0.006 * skew
 
 
 def lower_side(body: np.ndarray) -> np.ndarray:

@@ -14,6 +14,8 @@ import mujoco
 import numpy as np
 
 from sims.suites.controllers.libero_geometry import (
+    NARROW,
+    OPEN,
     TIP,
     Cloud,
     Grasp,
@@ -288,6 +290,11 @@ class Planner:
             if step >= least and still >= 2:
                 return
 
+    def _half_close(self) -> Actions:
+        """Yield actions that leave open fingers half closed; HOLD keeps them there."""
+        for _ in range(4):
+            yield self._action(np.zeros(3), np.zeros(3), CLOSE)
+
     def go_home(self) -> Actions:
         """Yield actions that bring the arm back to its first posture in terms of its joints, upwards first."""
         if self.rotation[2, 2] < -0.8:
@@ -399,7 +406,11 @@ class Planner:
         yield from self.travel(grasp.position + (back if back[2] < 0.099 else 0), grasp.rotation, RELEASE)
         if back[2] < 0.099:
             yield from self.servo(grasp.position + back, grasp.rotation, RELEASE, near=0.015)
-        yield from self.servo(grasp.position, grasp.rotation, RELEASE, near=0.004)
+        grip = RELEASE
+        if grasp.opening < OPEN:
+            yield from self._half_close()
+            grip = HOLD
+        yield from self.servo(grasp.position, grasp.rotation, grip, near=0.004)
         yield from self.fingers(CLOSE, least=8)
         yield from self.servo(
             self.position + (0.6 if back[2] > 0.099 else 1.0) * back, grasp.rotation, CLOSE, near=0.015
@@ -477,7 +488,8 @@ class Planner:
         points = self._cloud.points(self.data)
         thing = self._cloud.root == self._root(name)
         best = None
-        for sample in (downward_grasps, leaning_grasps):
+        narrow = functools.partial(downward_grasps, opening=NARROW)
+        for sample in (downward_grasps, narrow, leaning_grasps):
             for grasp in sample(points[thing], points[~thing], self._floor):
                 failed = any(np.linalg.norm(grasp.position - other.position) < 0.012 for other in self._failed)
                 if best is not None and grasp.score <= best.score:
@@ -584,8 +596,7 @@ class Planner:
                 yield from self.go_joints(arm, grip)
             yield from self.servo(before, grasp.rotation, grip, near=0.01)
         if pulls and approach[2] > -0.9:
-            for _ in range(4):
-                yield self._action(np.zeros(3), np.zeros(3), CLOSE)
+            yield from self._half_close()
             grip = HOLD
         yield from self.servo(grasp.position, grasp.rotation, grip, near=0.004)
         if pulls:
@@ -640,7 +651,7 @@ class Planner:
         centre = (slab.min(0) + slab.max(0)) / 2
         long = np.linalg.svd(slab - slab.mean(0), full_matrices=False)[2][0]
         front = centre + out * (depth.max() - centre @ out)
-        opening, found = 0.018 if pulls else 0.0, []
+        opening, found = NARROW if pulls else 0.0, []
         for tilt in np.radians(np.arange(0, 65 if pulls else 90, 5)):
             approach = -np.cos(tilt) * out - np.array([0, 0, np.sin(tilt)])
             closing = np.cross(approach, long)
