@@ -121,13 +121,12 @@ def test_a_disc_goes_straight_or_around_or_nowhere():
 
 def test_a_region_holds_what_is_inside_or_above_it_with_a_margin():
     region, centre, level = Region(0, np.array([0.1, 0.05, 0.02]), None, ()), np.array([0.0, 0.0, 1.0]), np.eye(3)
-    assert in_region(region, centre, level, np.array([0.08, 0.04, 0.99]), inside=True)
-    assert not in_region(region, centre, level, np.array([0.095, 0.0, 0.99]), inside=True)
+    inside = np.array([[0.08, 0.04, 0.99], [0.095, 0.0, 0.99]])
+    assert in_region(region, centre, level, inside, inside=True).tolist() == [True, False]
     quarter = about(np.array([0.0, 0.0, 1.0]), np.pi / 2)
-    assert in_region(region, centre, quarter, np.array([0.04, 0.08, 0.99]), inside=True)
-    assert in_region(region, centre, level, np.array([0.05, 0.0, 1.05]), inside=False)
-    assert not in_region(region, centre, level, np.array([0.05, 0.0, 1.13]), inside=False)
-    assert not in_region(region, centre, level, np.array([0.05, 0.0, 1.0]), inside=False)
+    assert in_region(region, centre, quarter, np.array([[0.04, 0.08, 0.99]]), inside=True).all()
+    above = np.array([[0.05, 0.0, 1.05], [0.05, 0.0, 1.13], [0.05, 0.0, 1.0]])
+    assert in_region(region, centre, level, above, inside=False).tolist() == [True, False, False]
 
 
 def played(name, episodes, steps=300):

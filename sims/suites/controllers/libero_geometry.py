@@ -163,13 +163,13 @@ def hand_hits(points: np.ndarray, position: np.ndarray, rotation: np.ndarray, op
     x, y, z = np.abs(local[:, 0]), np.abs(local[:, 1]), local[:, 2]
     fingers = (x >= opening) & (x < opening + OUTER - OPEN) & (y < THICK) & (z < TIP) & (z > -0.05)
     palm = (x < PALM_LONG) & (y < PALM_WIDE) & (z < -PALM) & (z > -0.10)
-    wrist = (x < 0.06) & (y < 0.06) & (z <= -0.10) & (z > -0.20)
+    wrist = (x < 0.06) & (y < 0.06) & (z <= -0.10) & (z > -0.30)
     return fingers | palm | wrist
 
 
 @dataclass(frozen=True)
 class Grasp:
-    """Pose of the site in which to close the hand; the higher the `score`, the better; opening: of each finger before."""
+    """Pose of the site in which to close the hand; the higher the `score`, the better; opening: of the fingers."""
 
     position: np.ndarray
     rotation: np.ndarray

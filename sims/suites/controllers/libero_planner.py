@@ -14,6 +14,7 @@ import mujoco
 import numpy as np
 
 from sims.suites.controllers.libero_geometry import (
+    CELL,
     NARROW,
     OPEN,
     TIP,
@@ -91,8 +92,10 @@ class Task:
         return self.regions[name].joints if name in self.regions else self.joints[name]
 
 
-def in_region(region: Region, centre: np.ndarray, rotation: np.ndarray, origin: np.ndarray, inside: bool) -> bool:
-    """Return whether a thing's `origin` [3] is inside or on a region, as LIBERO decides it, but with 10 % of margin.
+def in_region(
+    region: Region, centre: np.ndarray, rotation: np.ndarray, origins: np.ndarray, inside: bool
+) -> np.ndarray:
+    """Return for which `origins` [N, 3] a thing is inside or on a region, as LIBERO decides it but with a margin.
 
     centre, rotation: [3] and [3, 3] of the region's site.
     """
@@ -100,10 +103,10 @@ def in_region(region: Region, centre: np.ndarray, rotation: np.ndarray, origin: 
         half = np.abs(rotation @ region.size)
         low, high = centre - 0.9 * half, centre + 0.9 * half
         low[2] = centre[2] - half[2] - 0.008
-        return bool((origin > low).all() and (origin < high).all())
-    offset = rotation @ (origin - centre)
-    lateral = (np.abs(offset[:2]) < np.maximum(0.9 * region.size[:2], region.size[:2] - 0.01)).all()
-    return bool(lateral and region.size[2] - 0.004 < offset[2] < region.size[2] + 0.095)
+        return np.all((origins > low) & (origins < high), axis=1)
+    offset = (origins - centre) @ rotation.T
+    lateral = np.all(np.abs(offset[:, :2]) < np.maximum(0.9 * region.size[:2], region.size[:2] - 0.01), axis=1)
+    return lateral & (region.size[2] - 0.004 < offset[:, 2]) & (offset[:, 2] < region.size[2] + 0.095)
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,8 @@ class Planner:
         self.task, self.model, self.data = task, task.model, data
         self._scratch = mujoco.MjData(task.model)
         self._cloud = task.cloud
+        free = [self._root(name) for name, body in task.things.items() if self.model.body_dofnum[body] == 6]
+        self._movable = np.isin(self._cloud.root, free)
         self._failed: list[Grasp] = []
         self._before = np.zeros(2)
         self._last: tuple[np.ndarray, np.ndarray] | None = None
@@ -162,9 +167,7 @@ class Planner:
             return any(true) if name in ("open", "turnon") else all(true)
         origin = self._origin(first)
         if goal[2] in self.task.regions:
-            region = self.task.regions[goal[2]]
-            mat = self.data.site_xmat[region.site].reshape(3, 3)
-            return in_region(region, self.data.site_xpos[region.site], mat, origin, name == "in")
+            return bool(self._fits(goal, origin[None])[0])
         below = self._origin(goal[2])
         return bool(below[2] <= origin[2] < below[2] + 0.1 and np.linalg.norm((origin - below)[:2]) < 0.028)
 
@@ -173,8 +176,7 @@ class Planner:
 
     def _support(self) -> float:
         """Return the height of the table: the lowest point of what can move, as fixtures may be sunk into it."""
-        free = [self._root(name) for name, body in self.task.things.items() if self.model.body_dofnum[body] == 6]
-        return float(self._cloud.points(self.data)[np.isin(self._cloud.root, free), 2].min())
+        return float(self._cloud.points(self.data)[self._movable, 2].min())
 
     # The order of goals
 
@@ -394,7 +396,7 @@ class Planner:
         grasp = self._choose(name)
         if goal[0] == "on" and goal[2] in self.task.regions and (grasp is None or grasp.score < SLIPPERY):
             places = self._places(goal)
-            if self._fits(goal, places.mean(0), self._origin(name)[2]):
+            if self._fits(goal, np.append(places.mean(0), self._origin(name)[2])[None])[0]:
                 yield from self.drag(name, places)
                 return
         if grasp is None:
@@ -527,14 +529,20 @@ class Planner:
             centre = turned(middle[None], -axis)[0]
             fingers = HeightMap(near, centre - 1.5 * reach, centre + 1.5 * reach, axis)
             floors = fingers.site_floor()
-            for place in places if kept is None else [kept.place]:
-                rest = max(float((scene.at(place + body[:, :2]) - body[:, 2]).max()), self._floor - body[:, 2].min())
-                lowest = float(fingers.at(place + turned(site[None, :2], yaw)[0], floors)) - site[2]
-                release = max(rest + 0.004, lowest + 0.003)
-                off = 0.0 if kept is not None or self._fits(goal, place, rest) else 3.0
-                cost = 3 * np.linalg.norm(place - wanted) + 5 * (release - rest) + 5 * rest + 0.03 * abs(yaw) + off
-                spots.append(Spot(float(yaw), place, rest, release, float(cost)))
-        for spot in sorted(spots, key=lambda spot: spot.cost):
+            where = places if kept is None else kept.place[None]
+            under = where[:, None] + body[:, :2]
+            rest, wide = ((scene.at(under, top) - body[:, 2]).max(1) for top in (scene.top, scene.around(CELL, CELL)))
+            rest = np.maximum(rest, self._floor - body[:, 2].min())
+            lowest = fingers.at(where + turned(site[None, :2], yaw)[0], floors) - site[2]
+            release = np.maximum(rest + 0.004, lowest + 0.003)
+            # A place with room around it is better, and one where the goal would not hold is for want of any other.
+            misfit = 0.0 if kept is not None else 3.0 * ~self._fits(goal, np.column_stack([where, rest]))
+            cost = 3 * np.linalg.norm(where - wanted, axis=1) + 5 * release + 0.03 * abs(yaw) + misfit
+            cost = cost + 2 * np.clip(wide - rest, 0, 0.05)
+            for index in np.argsort(cost)[:4]:
+                numbers = (float(each[index]) for each in (rest, release, cost))
+                spots.append(Spot(float(yaw), where[index], *numbers))
+        for spot in sorted(spots, key=lambda spot: spot.cost)[:16]:
             rotation = about(UP, spot.yaw) @ self.rotation
             above = np.append(spot.place + turned(site[None, :2], spot.yaw)[0], spot.release + site[2])
             if rotation[2, 2] > -0.95:
@@ -552,16 +560,16 @@ class Planner:
         region = self.task.regions[goal[2]]
         centre, rotation = self.data.site_xpos[region.site], self.data.site_xmat[region.site].reshape(3, 3)
         half = np.abs(rotation @ region.size) if goal[0] == "in" else np.abs(rotation) @ region.size
-        axes = [np.linspace(-h, h, 2 * max(int(h / 0.012), 1) + 1) for h in 0.85 * half[:2]]
+        axes = [np.linspace(-h, h, 2 * max(int(h / 0.006), 1) + 1) for h in 0.85 * half[:2]]
         return centre[:2] + np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 2)
 
-    def _fits(self, goal: Sequence[str], place: np.ndarray, rest: float) -> bool:
-        """Return whether a goal would hold for a thing whose origin rests at this place and height."""
+    def _fits(self, goal: Sequence[str], origins: np.ndarray) -> np.ndarray:
+        """Return for which `origins` [N, 3] of a thing at rest a goal would hold, [N] bool."""
         if goal[2] not in self.task.regions:
-            return True
+            return np.ones(len(origins), bool)
         region = self.task.regions[goal[2]]
         mat = self.data.site_xmat[region.site].reshape(3, 3)
-        return in_region(region, self.data.site_xpos[region.site], mat, np.append(place, rest), goal[0] == "in")
+        return in_region(region, self.data.site_xpos[region.site], mat, origins, goal[0] == "in")
 
     # Joints
 
@@ -581,7 +589,8 @@ class Planner:
         if contact is None:
             self.log.append(f"no way to move {self.model.joint(joint).name}")
             return
-        grasp, pulls = contact
+        grasp, pulls, by = contact
+        target = self._value(joint) + by
         approach = grasp.rotation[:, 2]
         before = grasp.position - 0.08 * approach
         grip = RELEASE if pulls else CLOSE
@@ -626,8 +635,10 @@ class Planner:
         turn = about(axis, by)
         return anchor + turn @ (at - anchor), turn @ facing
 
-    def _contact(self, joint: int, target: float) -> tuple[Grasp, bool] | None:
-        """Return where to take hold of a joint's body, and whether it is grasped (else pushed with closed fingers)."""
+    def _contact(self, joint: int, target: float) -> tuple[Grasp, bool, float] | None:
+        """Return where to take hold of a joint's body, whether it is grasped (else pushed with closed fingers), and by
+        how much to move the joint from there, which can be a part of the way.
+        """
         points, body = self._cloud.points(self.data), int(self.model.jnt_bodyid[joint])
         mine = self._cloud.body == body
         fixture = (self._cloud.root == self.model.body_rootid[body]) & ~mine
@@ -637,7 +648,7 @@ class Planner:
         radius = np.linalg.norm(np.cross(points[mine] - anchor, axis), axis=1).max()
         if not slides and radius < 0.08 and abs(axis[2]) > 0.9:
             grasps = downward_grasps(points[mine], points[~mine], self._floor)
-            return next(((grasp, True) for grasp in grasps if self._follows(joint, grasp, by)), None)
+            return next(((grasp, True, by) for grasp in grasps if self._follows(joint, grasp, by)), None)
         away = axis
         if not slides:
             far = points[mine][np.argmax(np.linalg.norm(np.cross(points[mine] - anchor, axis), axis=1))]
@@ -651,23 +662,23 @@ class Planner:
         centre = (slab.min(0) + slab.max(0)) / 2
         long = np.linalg.svd(slab - slab.mean(0), full_matrices=False)[2][0]
         front = centre + out * (depth.max() - centre @ out)
-        opening, found = NARROW if pulls else 0.0, []
+        found = []
         for tilt in np.radians(np.arange(0, 65 if pulls else 90, 5)):
-            approach = -np.cos(tilt) * out - np.array([0, 0, np.sin(tilt)])
-            closing = np.cross(approach, long)
+            approach = -np.cos(tilt) * out - np.sin(tilt) * UP
             position = front + approach * (0.004 if pulls else -TIP)
             for sign in (1, -1):
-                rotation = frame(approach, sign * closing)
-                hits = int(hand_hits(points[~mine], position, rotation, opening).sum())
-                if not pulls:
-                    hits += int(hand_hits(points[~mine], *self._along(joint, position, rotation, by), opening).sum())
+                rotation = frame(approach, sign * np.cross(approach, long))
+                hits = int(hand_hits(points[~mine], position, rotation, NARROW if pulls else 0.0).sum())
                 turn = np.linalg.norm(rotation_vector(rotation @ downward(np.pi / 2).T))
-                found.append(
-                    (hits / 100 + (tilt if pulls else abs(tilt - 1.2)) + 0.1 * turn, Grasp(position, rotation, -hits))
-                )
-        for _, grasp in sorted(found, key=lambda each: each[0]):
-            if self._follows(joint, grasp, by):
-                return grasp, pulls
+                cost = hits / 100 + (tilt if pulls else abs(tilt - 1.2)) + 0.1 * turn
+                for share in (1.0,) if pulls else (1.0, 0.7):
+                    # What can move rides along in a drawer; upper drawers' handles stand in a hand's way at the end.
+                    end = self._along(joint, position, rotation, share * by)
+                    there = 0 if pulls else int(hand_hits(points[~mine & ~self._movable], *end, 0.0).sum())
+                    found.append((cost + there / 100 + 2 * (1 - share), share, Grasp(position, rotation, -hits)))
+        for _, share, grasp in sorted(found, key=lambda each: each[0]):
+            if self._follows(joint, grasp, share * by):
+                return grasp, pulls, share * by
         return None
 
     def _follows(self, joint: int, grasp: Grasp, by: float) -> bool:
