@@ -154,6 +154,12 @@ def about(axis: np.ndarray, angle: float) -> np.ndarray:
     return matrix.reshape(3, 3)
 
 
+def table_points(centre: np.ndarray, height: float) -> np.ndarray:
+    """Return points [N, 3] of the table around `centre` [3]."""
+    steps = np.arange(-0.25, 0.25, SPACING)
+    return np.stack(np.meshgrid(steps, steps, [0.0]), -1).reshape(-1, 3) + np.append(centre[:2], height)
+
+
 def hand_hits(points: np.ndarray, position: np.ndarray, rotation: np.ndarray, opening: float = OPEN) -> np.ndarray:
     """Return which `points` [N, 3] a hand at this pose of its site would touch, [N] bool.
 
@@ -223,8 +229,7 @@ def downward_grasps(
 def leaning_grasps(thing: np.ndarray, others: np.ndarray, floor: float, lean: float = 0.6) -> list[Grasp]:
     """Return grasps with a hand that leans by `lean` to one of eight sides, best first; arguments as above."""
     centre = thing.mean(0)
-    steps = np.arange(-0.25, 0.25, SPACING)
-    table = np.stack(np.meshgrid(steps, steps, [0.0]), -1).reshape(-1, 3) + np.append(centre[:2], floor)
+    table = table_points(centre, floor)
     near = others[np.linalg.norm(others - centre, axis=1) < 0.35]
     grasps = []
     for side in np.linspace(0, 2 * np.pi, 8, endpoint=False):

@@ -29,6 +29,7 @@ from sims.suites.controllers.libero_geometry import (
     leaning_grasps,
     lower_side,
     rotation_vector,
+    table_points,
     turned,
     way_around,
 )
@@ -662,19 +663,22 @@ class Planner:
         centre = (slab.min(0) + slab.max(0)) / 2
         long = np.linalg.svd(slab - slab.mean(0), full_matrices=False)[2][0]
         front = centre + out * (depth.max() - centre @ out)
+        table = table_points(centre, self._floor)
+        obstacles, fixed = (np.concatenate([points[each], table]) for each in (~mine, ~mine & ~self._movable))
         found = []
         for tilt in np.radians(np.arange(0, 65 if pulls else 90, 5)):
             approach = -np.cos(tilt) * out - np.sin(tilt) * UP
             position = front + approach * (0.004 if pulls else -TIP)
-            for sign in (1, -1):
-                rotation = frame(approach, sign * np.cross(approach, long))
-                hits = int(hand_hits(points[~mine], position, rotation, NARROW if pulls else 0.0).sum())
+            across = np.cross(approach, long)
+            for closing in (across, -across) if pulls else (across, -across, long, -long):
+                rotation = frame(approach, closing)
+                hits = int(hand_hits(obstacles, position, rotation, NARROW if pulls else 0.0).sum())
                 turn = np.linalg.norm(rotation_vector(rotation @ downward(np.pi / 2).T))
                 cost = hits / 100 + (tilt if pulls else abs(tilt - 1.2)) + 0.1 * turn
                 for share in (1.0,) if pulls else (1.0, 0.7):
                     # What can move rides along in a drawer; upper drawers' handles stand in a hand's way at the end.
                     end = self._along(joint, position, rotation, share * by)
-                    there = 0 if pulls else int(hand_hits(points[~mine & ~self._movable], *end, 0.0).sum())
+                    there = 0 if pulls else int(hand_hits(fixed, *end, 0.0).sum())
                     found.append((cost + there / 100 + 2 * (1 - share), share, Grasp(position, rotation, -hits)))
         for _, share, grasp in sorted(found, key=lambda each: each[0]):
             if self._follows(joint, grasp, share * by):
