@@ -27,7 +27,7 @@ SAMPLES = 2001
 
 
 def planned_task(scene: Scene) -> Task:
-    """Return what the planner needs of a scene; its model is a copy, in which fixtures may be placed."""
+    """Return the planner's view of a scene; its model is a copy, in which fixtures may be placed."""
     model, inner = copy.deepcopy(scene.model), scene._builder
     owners = {**inner.fixtures_dict, **inner.objects_dict}
 
@@ -56,7 +56,7 @@ def planned_task(scene: Scene) -> Task:
 
 
 def _says(owner: object, method: str, value: float) -> bool:
-    """Return what an object of LIBERO says of a joint's position, False where it knows no such predicate."""
+    """Return an object's own verdict on a joint's position, False where it knows no such predicate."""
     try:
         return bool(getattr(owner, method)(value))
     except (AttributeError, KeyError, NotImplementedError):
@@ -83,8 +83,9 @@ class Layout:
         return Planner(self.task, data)
 
     def lay(self, planner: Planner, seen: dict[str, np.ndarray]) -> None:
-        """Write observed entries into the planner's data."""
-        scene, model, data = self._scene, self.task.model, planner.data
+        """Write observed entries (name -> [size]) into the planner's data."""
+        scene = self._scene
+        model, data = self.task.model, planner.data
         for name, body in scene.bodies.items():
             place = np.concatenate([seen[f"{name}_pos"], seen[f"{name}_quat"][[3, 0, 1, 2]]])
             if name in self._fixtures:
@@ -176,7 +177,7 @@ class LiberoExpert:
         return {name: np.array(values) for name, values in entries.items()}
 
     def _task_of(self, row: int, observation: Observation) -> int:
-        """Return which task a row plays."""
+        """Return the number of the task that a row plays."""
         if len(self._tasks) == 1:
             return 0
         text = str(observation[TASK][row]) if TASK in observation else ""

@@ -19,14 +19,18 @@ CELL = 0.007
 """Edge of a cell of a height map; every cell that a surface covers holds a point of it."""
 TIP = 0.012
 """Distance from the grip site to the fingertips."""
-OPEN, OUTER, THICK = 0.0375, 0.068, 0.012
-"""Inner and outer distance of an open finger from the site along the closing axis, and half its width."""
+OPEN, OUTER = 0.0375, 0.068
+"""Inner and outer distance of an open finger from the site along the closing axis."""
+THICK = 0.012
+"""Half the width of a finger."""
 NARROW = 0.019
 """Inner distance of a finger that is half closed."""
 PAD = 0.006
 """Half the width of a finger's middle, which has to touch what is held."""
-PALM, PALM_LONG, PALM_WIDE = 0.026, 0.108, 0.036
-"""Distance of the palm above the site, and half its length and width."""
+PALM = 0.026
+"""Distance of the palm above the site."""
+PALM_LONG, PALM_WIDE = 0.108, 0.036
+"""Half the palm's length and width."""
 VOID = -10.0
 """Height of an empty cell."""
 
@@ -98,7 +102,7 @@ class HeightMap:
         return found.reshape(places.shape[:-1])
 
     def around(self, half_u: float, half_v: float, shift: float = 0.0) -> np.ndarray:
-        """Return the highest point in a rectangle around each cell, moved by `shift` along u."""
+        """Return the highest point [U, V] in a rectangle around each cell, moved by `shift` along u."""
         size = tuple(2 * int(np.ceil(half / CELL - 0.5)) + 1 for half in (half_u, half_v))
         filtered = maximum_filter(self.top, size=size, mode="constant", cval=VOID)
         cells = round(shift / CELL)
@@ -112,7 +116,7 @@ class HeightMap:
         return moved
 
     def site_floor(self, opening: float = OPEN) -> np.ndarray:
-        """Return how low the site of a downward hand may go above each cell, its closing axis along u."""
+        """Return the lowest height [U, V] of a downward hand's site above each cell, its closing axis along u."""
         # Cells are coarse: the inner edge is one of them farther out, and what is nearer is looked at later.
         middle, half = opening + (OUTER - OPEN + CELL) / 2, (OUTER - OPEN - CELL) / 2
         fingers = np.maximum(self.around(half, THICK, middle), self.around(half, THICK, -middle))
@@ -134,7 +138,7 @@ def frame(approach: np.ndarray, closing: np.ndarray) -> np.ndarray:
 
 
 def downward(yaw: float) -> np.ndarray:
-    """Return the rotation of a downward hand whose closing axis has angle `yaw` to world x."""
+    """Return the rotation [3, 3] of a downward hand whose closing axis has angle `yaw` to world x."""
     return frame(np.array([0.0, 0.0, -1.0]), np.array([np.cos(yaw), np.sin(yaw), 0.0]))
 
 
@@ -161,12 +165,13 @@ def table_points(centre: np.ndarray, height: float) -> np.ndarray:
 
 
 def hand_hits(points: np.ndarray, position: np.ndarray, rotation: np.ndarray, opening: float = OPEN) -> np.ndarray:
-    """Return which `points` [N, 3] a hand at this pose of its site would touch, [N] bool.
+    """Return the `points` [N, 3] that a hand at this pose of its site would touch, as [N] bool.
 
     opening: inner distance of each finger from the site; 0 for closed fingers.
     """
     local = (points - position) @ rotation
-    x, y, z = np.abs(local[:, 0]), np.abs(local[:, 1]), local[:, 2]
+    x, y = np.abs(local[:, :2]).T
+    z = local[:, 2]
     fingers = (x >= opening) & (x < opening + OUTER - OPEN) & (y < THICK) & (z < TIP) & (z > -0.05)
     palm = (x < PALM_LONG) & (y < PALM_WIDE) & (z < -PALM) & (z > -0.10)
     wrist = (x < 0.06) & (y < 0.06) & (z <= -0.10) & (z > -0.30)
@@ -227,7 +232,10 @@ def downward_grasps(
 
 
 def leaning_grasps(thing: np.ndarray, others: np.ndarray, floor: float, lean: float = 0.6) -> list[Grasp]:
-    """Return grasps with a hand that leans by `lean` to one of eight sides, best first; arguments as above."""
+    """Return grasps with a hand that leans by `lean` to one of eight sides, best first.
+
+    thing, others: points [N, 3] of the thing and of everything else; floor: height of the table.
+    """
     centre = thing.mean(0)
     table = table_points(centre, floor)
     near = others[np.linalg.norm(others - centre, axis=1) < 0.35]
@@ -303,7 +311,8 @@ def way_around(start: np.ndarray, ends: np.ndarray, obstacles: np.ndarray, radiu
     free = clear > min(radius, 0.98 * float(np.linalg.norm(near - start, axis=1).min(initial=np.inf)))
     first, *goals = (tuple(cell) for cell in np.floor((np.concatenate([start[None], ends]) - low) / step).astype(int))
     goals = [(goal, end) for goal, end in zip(goals, ends, strict=True) if clear[goal] > radius]
-    cost, before, queue = {first: 0.0}, {}, [(0.0, first)]
+    cost, before = {first: 0.0}, {}
+    queue = [(0.0, first)]
     while queue:
         so_far, cell = heapq.heappop(queue)
         for move in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1)):

@@ -35,12 +35,15 @@ from sims.suites.controllers.libero_geometry import (
 )
 
 Actions = Iterator[np.ndarray]
-RELEASE, HOLD, CLOSE = -1.0, 0.0, 1.0
+RELEASE, CLOSE = -1.0, 1.0
+HOLD = 0.0
 UP = np.array([0.0, 0.0, 1.0])
 ATTEMPTS = 6
 """Attempts per episode, all goals together."""
-STEP_TIME, DAMPING, AMPLIFIED = 0.05, 0.163, 5.0
-"""Seconds of a control step, time constant of the arm's controller, and most amplification of a slow motion."""
+STEP_TIME = 0.05
+"""Seconds of a control step."""
+DAMPING, AMPLIFIED = 0.163, 5.0
+"""Time constant of the arm's controller, s, and the most amplification of a slow motion."""
 PRESS = 0.006
 """How far below its surface the fingers aim that press on a thing."""
 SLIPPERY = 0.0
@@ -127,7 +130,8 @@ class Planner:
     """Plans and acts for one episode; `actions` yields, and `data` must be up to date whenever it resumes."""
 
     def __init__(self, task: Task, data: mujoco.MjData):
-        self.task, self.model, self.data = task, task.model, data
+        self.task, self.data = task, data
+        self.model = task.model
         self._scratch = mujoco.MjData(task.model)
         self._cloud = task.cloud
         free = [self._root(name) for name, body in task.things.items() if self.model.body_dofnum[body] == 6]
@@ -457,7 +461,8 @@ class Planner:
     def drag(self, name: str, places: np.ndarray) -> Actions:
         """Yield actions that press closed fingers on a flat thing and drag its origin to one of `places` [N, 2]."""
         points, mine = self._cloud.points(self.data), self._cloud.root == self._root(name)
-        thing, others, origin = points[mine], points[~mine], self._origin(name)
+        thing, others = points[mine], points[~mine]
+        origin = self._origin(name)
         radius = float(np.linalg.norm((thing - origin)[:, :2], axis=1).max())
         low = others[(others[:, 2] > self._floor + 0.004) & (others[:, 2] < thing[:, 2].max() + 0.02), :2]
         path = way_around(origin[:2], places, low, radius + 0.006)
@@ -468,7 +473,7 @@ class Planner:
         ends = [np.append(place, start[2]) for place in path[:: max(len(path) // 5, 1)]]
 
         def hits(yaw: float) -> float:
-            """Return how much is in the hand's way, plus a little for every turn."""
+            """Return the number of points in the hand's way, plus a little for every turn."""
             return sum(int(hand_hits(others, end, downward(yaw), 0.0).sum()) for end in ends) + abs(yaw - np.pi / 2)
 
         rotation = downward(min(np.linspace(0.0, np.pi, 9), key=hits))
@@ -505,10 +510,11 @@ class Planner:
         return best
 
     def _spot(self, goal: Sequence[str], kept: Spot | None = None) -> Spot | None:
-        """Return where to release the held thing of a goal; kept: a spot whose heights alone are computed anew."""
+        """Return a spot to release the held thing of a goal; kept: a spot whose heights alone are computed anew."""
         points = self._cloud.points(self.data)
         mine = self._cloud.root == self._root(goal[1])
-        thing, others, origin = points[mine], points[~mine], self._origin(goal[1])
+        thing, others = points[mine], points[~mine]
+        origin = self._origin(goal[1])
         places = self._places(goal)
         middle = places.mean(0)
         wanted = middle
@@ -611,8 +617,9 @@ class Planner:
         yield from self.servo(grasp.position, grasp.rotation, grip, near=0.004)
         if pulls:
             yield from self.fingers(CLOSE, least=8)
-        at, facing, value = self.position, self.rotation, self._value(joint)
-        wanted, idle, best = value, 0, np.inf
+        at, facing = self.position, self.rotation
+        value = self._value(joint)
+        idle, best = 0, np.inf
         for _ in range(90):
             rest = target - self._value(joint)
             if abs(rest) < 0.003 or rest * (target - value) < 0 or idle > 12:
@@ -621,8 +628,7 @@ class Planner:
             best = min(best, abs(rest))
             speed = 0.02 if self.model.jnt_type[joint] == mujoco.mjtJoint.mjJNT_SLIDE else 0.12
             ahead = self._value(joint) + np.clip(rest + 0.5 * speed * np.sign(rest), -2 * speed, 2 * speed)
-            wanted = ahead
-            position, rotation = self._along(joint, at, facing, wanted - value)
+            position, rotation = self._along(joint, at, facing, ahead - value)
             yield self._action(position - self.position, rotation_vector(rotation @ self.rotation.T), CLOSE)
         if pulls:
             yield from self.fingers(RELEASE, least=4)
@@ -637,7 +643,7 @@ class Planner:
         return anchor + turn @ (at - anchor), turn @ facing
 
     def _contact(self, joint: int, target: float) -> tuple[Grasp, bool, float] | None:
-        """Return where to take hold of a joint's body, whether it is grasped (else pushed with closed fingers), and by
+        """Return a hold on a joint's body, whether it is grasped (else pushed with closed fingers), and by
         how much to move the joint from there, which can be a part of the way.
         """
         points, body = self._cloud.points(self.data), int(self.model.jnt_bodyid[joint])
