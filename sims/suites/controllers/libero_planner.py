@@ -126,6 +126,18 @@ class Spot:
     cost: float
 
 
+@dataclass(frozen=True)
+class Hold:
+    """A hold on a joint's body: `pulls` says whether it is grasped, else closed fingers push; by: how much to move the
+    joint from there; follows: share of a hinge's turn that the hand follows, as it can turn around a bar.
+    """
+
+    grasp: Grasp
+    pulls: bool
+    by: float
+    follows: float = 1.0
+
+
 class Planner:
     """Plans and acts for one episode; `actions` yields, and `data` must be up to date whenever it resumes."""
 
@@ -596,8 +608,8 @@ class Planner:
         if contact is None:
             self.log.append(f"no way to move {self.model.joint(joint).name}")
             return
-        grasp, pulls, by = contact
-        target = self._value(joint) + by
+        grasp, pulls = contact.grasp, contact.pulls
+        target = self._value(joint) + contact.by
         approach = grasp.rotation[:, 2]
         before = grasp.position - 0.08 * approach
         grip = RELEASE if pulls else CLOSE
@@ -628,24 +640,23 @@ class Planner:
             best = min(best, abs(rest))
             speed = 0.02 if self.model.jnt_type[joint] == mujoco.mjtJoint.mjJNT_SLIDE else 0.12
             ahead = self._value(joint) + np.clip(rest + 0.5 * speed * np.sign(rest), -2 * speed, 2 * speed)
-            position, rotation = self._along(joint, at, facing, ahead - value)
+            position, rotation = self._along(joint, at, facing, ahead - value, contact.follows)
             yield self._action(position - self.position, rotation_vector(rotation @ self.rotation.T), CLOSE)
         if pulls:
             yield from self.fingers(RELEASE, least=4)
         yield from self.servo(self.position - 0.1 * self.rotation[:, 2], self.rotation, grip, near=0.02, turn=1.0)
 
-    def _along(self, joint: int, at: np.ndarray, facing: np.ndarray, by: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return a pose that was carried along with a joint that moved `by`."""
+    def _along(
+        self, joint: int, at: np.ndarray, facing: np.ndarray, by: float, follows: float = 1.0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return a pose that was carried along with a joint that moved `by`, turned by a share of it."""
         axis, anchor = self.data.xaxis[joint], self.data.xanchor[joint]
         if self.model.jnt_type[joint] == mujoco.mjtJoint.mjJNT_SLIDE:
             return at + by * axis, facing
-        turn = about(axis, by)
-        return anchor + turn @ (at - anchor), turn @ facing
+        return anchor + about(axis, by) @ (at - anchor), about(axis, follows * by) @ facing
 
-    def _contact(self, joint: int, target: float) -> tuple[Grasp, bool, float] | None:
-        """Return a hold on a joint's body, whether it is grasped (else pushed with closed fingers), and by
-        how much to move the joint from there, which can be a part of the way.
-        """
+    def _contact(self, joint: int, target: float) -> Hold | None:
+        """Return a hold that moves a joint to `target`, or a part of the way there; None if none is reached."""
         points, body = self._cloud.points(self.data), int(self.model.jnt_bodyid[joint])
         mine = self._cloud.body == body
         fixture = (self._cloud.root == self.model.body_rootid[body]) & ~mine
@@ -655,7 +666,8 @@ class Planner:
         radius = np.linalg.norm(np.cross(points[mine] - anchor, axis), axis=1).max()
         if not slides and radius < 0.08 and abs(axis[2]) > 0.9:
             grasps = downward_grasps(points[mine], points[~mine], self._floor)
-            return next(((grasp, True, by) for grasp in grasps if self._follows(joint, grasp, by)), None)
+            holds = (Hold(grasp, True, by) for grasp in grasps)
+            return next((hold for hold in holds if self._follows(joint, hold)), None)
         away = axis
         if not slides:
             far = points[mine][np.argmax(np.linalg.norm(np.cross(points[mine] - anchor, axis), axis=1))]
@@ -687,14 +699,18 @@ class Planner:
                     there = 0 if pulls else int(hand_hits(fixed, *end, 0.0).sum())
                     found.append((cost + there / 100 + 2 * (1 - share), share, Grasp(position, rotation, -hits)))
         for _, share, grasp in sorted(found, key=lambda each: each[0]):
-            if self._follows(joint, grasp, share * by):
-                return grasp, pulls, share * by
+            for follows in (1.0,) if slides else (1.0, 0.7, 0.4, 0.1):
+                hold = Hold(grasp, pulls, share * by, follows)
+                if self._follows(joint, hold):
+                    return hold
         return None
 
-    def _follows(self, joint: int, grasp: Grasp, by: float) -> bool:
-        """Return whether the arm reaches a grasp, and all of its way along the joint."""
+    def _follows(self, joint: int, hold: Hold) -> bool:
+        """Return whether the arm reaches a hold, and all of its way along the joint."""
+        grasp = hold.grasp
         arm = self.reachable(grasp.position, grasp.rotation, self.task.home)
         for share in (0.5, 1.0):
             if arm is not None:
-                arm = self.reachable(*self._along(joint, grasp.position, grasp.rotation, share * by), arm)
+                pose = self._along(joint, grasp.position, grasp.rotation, share * hold.by, hold.follows)
+                arm = self.reachable(*pose, arm)
         return arm is not None
