@@ -599,8 +599,8 @@ class Planner:
             value = self._value(joint)
             if low <= value <= high:
                 continue
-            target = low + 0.7 * (high - low) if value < low else high - 0.7 * (high - low)
-            yield from self._turn(joint, target)
+            beyond = min(0.7 * (high - low), 0.15)
+            yield from self._turn(joint, low + beyond if value < low else high - beyond)
 
     def _turn(self, joint: int, target: float) -> Actions:
         """Yield actions that move one joint to `target`: pull at what sticks out, or push it."""
@@ -693,7 +693,7 @@ class Planner:
                 hits = int(hand_hits(obstacles, position, rotation, NARROW if pulls else 0.0).sum())
                 turn = np.linalg.norm(rotation_vector(rotation @ downward(np.pi / 2).T))
                 cost = hits / 100 + (tilt if pulls else abs(tilt - 1.2)) + 0.1 * turn
-                for share in (1.0,) if pulls else (1.0, 0.7):
+                for share in ((1.0,) if slides else (1.0, 0.5, 0.25)) if pulls else (1.0, 0.7):
                     # What can move rides along in a drawer; upper drawers' handles stand in a hand's way at the end.
                     end = self._along(joint, position, rotation, share * by)
                     there = 0 if pulls else int(hand_hits(fixed, *end, 0.0).sum())
