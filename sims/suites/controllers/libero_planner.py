@@ -514,12 +514,18 @@ class Planner:
                 failed = any(np.linalg.norm(grasp.position - other.position) < 0.012 for other in self._failed)
                 if best is not None and grasp.score <= best.score:
                     break
-                if not failed and self.reachable(grasp.position, grasp.rotation, self.task.home) is not None:
+                if not failed and self._within_reach(grasp):
                     best = grasp
                     break
             if best is not None and best.score > 0.06:
                 break
         return best
+
+    def _within_reach(self, grasp: Grasp) -> bool:
+        """Return whether the arm reaches a grasp, and the pose above or behind it."""
+        arm = self.reachable(grasp.position, grasp.rotation, self.task.home)
+        back = grasp.position - 0.1 * grasp.rotation[:, 2]
+        return arm is not None and self.reachable(back, grasp.rotation, arm) is not None
 
     def _spot(self, goal: Sequence[str], kept: Spot | None = None) -> Spot | None:
         """Return a spot to release the held thing of a goal; kept: a spot whose heights alone are computed anew."""
