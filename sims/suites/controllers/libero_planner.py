@@ -466,9 +466,31 @@ class Planner:
             self.log.append(f"{name} is {off:.3f} beside its spot")
         yield from self.fingers(RELEASE, least=5)
         yield from self.servo(self.position + 0.1 * UP, self.rotation, RELEASE, near=0.03, turn=1.0)
+        if not self.holds(goal) and goal[0] == "in":
+            yield from self.topple(goal)
         if not self.holds(goal):
             self._failed.append(grasp)
             self.log.append(f"{name} did not stay")
+
+    def topple(self, goal: Sequence[str]) -> Actions:
+        """Yield actions that push over what stands in a region but is too tall for it, such as a bottle in a drawer."""
+        region, origin = self.task.regions[goal[2]], self._origin(goal[1])
+        centre = self.data.site_xpos[region.site].copy()
+        half = np.abs(self.data.site_xmat[region.site].reshape(3, 3) @ region.size)
+        if (np.abs(origin - centre)[:2] > half[:2]).any() or origin[2] < centre[2] + half[2]:
+            return
+        thing = self._cloud.points(self.data)[self._cloud.root == self._root(goal[1])]
+        # It falls along the region's longer side, to where there is more room.
+        way = np.zeros(3)
+        longer = int(np.argmax(half[:2]))
+        way[longer] = 1.0 if origin[longer] <= centre[longer] else -1.0
+        behind = float((-(thing - origin) @ way).max()) + 0.035
+        rotation = downward(np.pi / 2)
+        start = np.append((origin - behind * way)[:2], thing[:, 2].max() - 0.012)
+        yield from self.travel(start, rotation, CLOSE)
+        yield from self.servo(start, rotation, CLOSE, near=0.01)
+        yield from self.servo(start + (behind + 0.09) * way, rotation, CLOSE, near=0.02)
+        yield from self.servo(self.position + 0.1 * UP, rotation, CLOSE, near=0.03)
 
     def drag(self, name: str, places: np.ndarray) -> Actions:
         """Yield actions that press closed fingers on a flat thing and drag its origin to one of `places` [N, 2]."""
