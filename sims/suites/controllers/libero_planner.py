@@ -192,8 +192,13 @@ class Planner:
         return [joint for joint in self.task.joints_of(goal[1]) if (goal[0], joint) in self.task.ranges]
 
     def _support(self) -> float:
-        """Return the height of the table: the lowest point of what can move, as fixtures may be sunk into it."""
-        return float(self._cloud.points(self.data)[self._movable, 2].min())
+        """Return the height of the table: the lowest point of what can move near the arm, as fixtures may be sunk into
+        the table and some initial states have a thing on the ground.
+        """
+        points = self._cloud.points(self.data)
+        base = self.data.xpos[self.model.body("robot0_base").id, :2]
+        near = self._movable & (np.linalg.norm(points[:, :2] - base, axis=1) < 1.0)
+        return float(points[near if near.any() else self._movable, 2].min())
 
     # The order of goals
 
