@@ -55,6 +55,12 @@ class Arm:
 
 ARMS = {
     "dsrl": Arm("DSRL", ("online.method=dsrl", "online.agent.critics=4")),
+    "edit": Arm(
+        "EXPO: edits of the policy's chunks",
+        ("online.method=edit", "online.agent.critics=4", "online.pretrain_steps=0", "online.offline_ratio=0.5"),
+        logged=True,
+    ),
+    "edit_alone": Arm("EXPO without the log", ("online.method=edit", "online.agent.critics=4")),
     "wsrl": Arm("WSRL", CAL_QL, logged=True),
     "wsrl_cold": Arm("WSRL without warm-up", (*CAL_QL, "online.warmup=0"), logged=True),
     "cal_ql_half": Arm("Cal-QL, half of each batch recorded", (*CAL_QL, "online.offline_ratio=0.5"), logged=True),

@@ -22,7 +22,8 @@ class Transitions:
     int64, index of its episode. For decisions of more than one step: decay: [N], discount of subsequent rewards,
     discount ** duration; reward is then the discounted sum within the decision. next_action: [N, A], the next action;
     undefined after the end and where `next_known` [N] bool is False. outcome: [N], discounted return to the end of the
-    episode, minus infinity if a time limit truncated it.
+    episode, minus infinity if a time limit truncated it. next_candidates: [N, K, A], actions that a base policy sampled
+    in the next state.
     """
 
     state: Tensor
@@ -36,6 +37,7 @@ class Transitions:
     next_action: Tensor | None = None
     next_known: Tensor | None = None
     outcome: Tensor | None = None
+    next_candidates: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.state)
@@ -60,6 +62,10 @@ class Transitions:
         for name in ("state", "action", "reward", "next_state"):
             check_finite(f"transitions: {name}", getattr(self, name))
         return self
+
+    def with_candidates(self, chunks: Tensor) -> "Transitions":
+        """Return these transitions with `next_candidates` [N, K, A]."""
+        return replace(self, next_candidates=chunks)
 
     def take(self, index: Tensor) -> "Transitions":
         """Select transitions, by index [n] or mask [N]."""

@@ -71,6 +71,7 @@ LEFT_BEHIND = Registry(
         "agent": "robopolicy.training.critics:AgentPolicy",
         "best_of": "robopolicy.training.critics:BestOfPolicy",
         "steered": "robopolicy.training.critics:SteeredPolicy",
+        "edited": "robopolicy.training.editing:EditedPolicy",
     },
 )
 """Policy classes produced by trainings other than imitation, for loading checkpoints."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Positive
+from robopolicy.core.registry import Kinds
 from robopolicy.core.structured import FormerNames
 from robopolicy.nn.configuration import LearningPrecision, Optimiser
 from robopolicy.rl.configuration import AlgorithmConfig
@@ -445,6 +446,51 @@ class OnlineConfig(FormerNames):
             raise ConfigError("steps, warmup, utd_ratio, evaluate_every and evaluate_at must not be negative.")
         if self.batch_size < 1 or self.checkpoint_every < 1:
             raise ConfigError("batch_size and checkpoint_every must be at least 1.")
+
+
+ONLINE_METHODS = Kinds(
+    "online method",
+    "robopolicy.online_methods",
+    {
+        "dsrl": "robopolicy.training.configuration:DsrlOnlineConfig",
+        "actions": "robopolicy.training.configuration:ActionsOnlineConfig",
+        "edit": "robopolicy.training.configuration:EditOnlineConfig",
+    },
+)
+"""Mapping from name to configuration, a dataclass whose `builds` names an `OnlineMethod`: Class(config)."""
+
+
+@dataclass(frozen=True)
+class DsrlOnlineConfig:
+    """Noise steering, Wagenmaker et al. 2025, arXiv:2506.15799; online.noise_bound is its setting."""
+
+    builds: ClassVar[str] = "robopolicy.training.online_methods:SteersNoise"
+
+
+@dataclass(frozen=True)
+class ActionsOnlineConfig:
+    """An agent that chooses the actions itself: RLPD (arXiv:2302.02948), WSRL (arXiv:2412.07762)."""
+
+    builds: ClassVar[str] = "robopolicy.training.online_methods:ChoosesActions"
+
+
+@dataclass(frozen=True)
+class EditOnlineConfig:
+    """Edits of a base policy's action chunks, EXPO, Dong et al. 2025, arXiv:2507.07986.
+
+    The paper uses 8 candidates, edit scales of 0.05 to 0.7 of half the action range, and 20 updates per decision.
+    Raises ConfigError for an edit scale outside (0, 2].
+    """
+
+    builds: ClassVar[str] = "robopolicy.training.online_methods:EditsChunks"
+    edit_scale: Positive = 0.2
+    """edit: largest change of an action element, as a fraction of half its range, at most 2."""
+    candidates: Count = 8
+    """edit: number of chunks that the base policy samples per decision; each is also edited once."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.edit_scale <= 2:
+            raise ConfigError(f"edit_scale={self.edit_scale:g} must be above 0 and at most 2.")
 
 
 keep_former_names(__name__, {"held_near_base": "with_bc_toward_base"})

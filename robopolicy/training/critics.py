@@ -72,12 +72,52 @@ class RunsAgent(Policy, Protocol):
         """Let the agent act from now on."""
         ...
 
+    def propose(self, observation: TensorObservation, generator: torch.Generator) -> Tensor | None:
+        """Return a base policy's flat chunks [B, K, A'] at observations [B, H, ...], which are stored with the
+        transitions that lead there; None if there is no such policy.
+        """
+        ...
+
+    def explore(
+        self, observation: TensorObservation, state: Tensor, generator: torch.Generator, proposals: Tensor | None
+    ) -> Tensor:
+        """Return the flat actions [B, A'] to execute in states [B, S]; proposals: those of these observations."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write a checkpoint atomically, including the critics."""
         ...
 
 
-class AgentPolicy(nn.Module):
+class LearnsOnline:
+    """Defaults of `RunsAgent`: the agent acts by its own actor, and there is no base policy beside it."""
+
+    agent: Any
+
+    def propose(self, observation: TensorObservation, generator: torch.Generator) -> Tensor | None:
+        """Return None: no base policy proposes chunks."""
+        return None
+
+    def explore(
+        self, observation: TensorObservation, state: Tensor, generator: torch.Generator, proposals: Tensor | None
+    ) -> Tensor:
+        """Return the agent's sampled actions [B, A'] in states [B, S]."""
+        return self.agent.act(state, generator)
+
+
+class WrapsBase(Protocol):
+    """A policy around a base policy, with the agent that chooses for it."""
+
+    base: SavableInside
+    agent: Any
+    interface: Interface
+
+
+NewAgent = Callable[[Any, int, int], OfflineAgent]
+"""Function (settings, size of a state, size of an action) -> agent."""
+
+
+class AgentPolicy(LearnsOnline, nn.Module):
     """A `Policy` that executes the chunks of an agent's actor; `interface` builds the actor's inputs.
 
     fps: control rate of the world. The checkpoint includes the critics, so training can resume from it.
@@ -92,7 +132,7 @@ class AgentPolicy(nn.Module):
     @property
     def spec(self) -> PolicySpec:
         """Spec with the agent's inputs and without log-probabilities."""
-        view, fields = self.interface, _seen_through(self.interface)
+        view, fields = self.interface, fields_of(self.interface)
         return PolicySpec(fields, view.action, view.history, view.chunk, view.chunk, 0, self.fps, view.instructions)
 
     def reset(self, rows: Rows = None) -> None:
@@ -133,7 +173,7 @@ class AgentPolicy(nn.Module):
         return cls(read_weights(agent, folder, device), interface, fps).eval()
 
 
-class SteeredPolicy(nn.Module):
+class SteeredPolicy(LearnsOnline, nn.Module):
     """A `Policy` that runs `base` deterministically from initial noise that an agent chooses.
 
     The agent's actions are flattened noise [P, A] within the bounds of `interface.action`. steers: whether the agent
@@ -154,9 +194,7 @@ class SteeredPolicy(nn.Module):
     def spec(self) -> PolicySpec:
         """Spec of the base plus the agent's inputs, without log-probabilities."""
         base_spec = self.base.spec
-        return replace(
-            base_spec, observation={**base_spec.observation, **_seen_through(self.interface)}, scored_steps=0
-        )
+        return replace(base_spec, observation={**base_spec.observation, **fields_of(self.interface)}, scored_steps=0)
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
@@ -174,7 +212,7 @@ class SteeredPolicy(nn.Module):
         """
         if not isinstance(inner, ActsFromNoise):
             raise ConfigError(f"{type(inner).__name__} cannot start from given noise, which steering (DSRL) requires.")
-        return _by_means_of(self, inner)
+        return acting_through(self, inner)
 
     begin_to_act = FormerName("enable_agent")
 
@@ -207,11 +245,11 @@ class SteeredPolicy(nn.Module):
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
         """Return the base's encoding of observations [N, H, ...]; raises ConfigError when the base cannot encode."""
-        return _encoded_by(self.base, observation)
+        return encoded_by(self.base, observation)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint atomically, including the base and the critics."""
-        _save_around(self, folder, "steered", {"steers": bool(self.steers)})
+        save_around(self, folder, "steered", {"steers": bool(self.steers)})
 
     @classmethod
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "SteeredPolicy":
@@ -220,7 +258,7 @@ class SteeredPolicy(nn.Module):
         def make(base: Policy, agent: OfflineAgent, interface: Interface) -> "SteeredPolicy":
             return cls(require_steerable(base), agent, interface, bool(description["steers"]))
 
-        return _loaded_around(folder, description, device, make)
+        return load_around(folder, description, device, make)
 
 
 class BestOfPolicy(nn.Module):
@@ -259,7 +297,7 @@ class BestOfPolicy(nn.Module):
     def spec(self) -> PolicySpec:
         """Spec of the base plus the critics' inputs."""
         base_spec = self.base.spec
-        return replace(base_spec, observation={**base_spec.observation, **_seen_through(self.interface)})
+        return replace(base_spec, observation={**base_spec.observation, **fields_of(self.interface)})
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
@@ -272,7 +310,7 @@ class BestOfPolicy(nn.Module):
 
     def around(self, inner: Policy) -> "BestOfPolicy":
         """Return this policy, with shared weights, acting through `inner`, which computes the base's chunks."""
-        return _by_means_of(self, inner)
+        return acting_through(self, inner)
 
     @torch.no_grad()
     def act(
@@ -290,11 +328,11 @@ class BestOfPolicy(nn.Module):
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
         """Return the base's encoding of observations [N, H, ...]; raises ConfigError when the base cannot encode."""
-        return _encoded_by(self.base, observation)
+        return encoded_by(self.base, observation)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint atomically, including the base and the critics."""
-        _save_around(self, folder, "best_of", {"count": int(self.count)})
+        save_around(self, folder, "best_of", {"count": int(self.count)})
 
     @classmethod
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "BestOfPolicy":
@@ -303,7 +341,7 @@ class BestOfPolicy(nn.Module):
         def make(base: Policy, agent: OfflineAgent, interface: Interface) -> "BestOfPolicy":
             return cls(base, agent, interface, int(description["count"]))
 
-        return _loaded_around(folder, description, device, make)
+        return load_around(folder, description, device, make)
 
 
 def require_steerable(policy: Policy) -> Steerable:
@@ -351,40 +389,53 @@ def _acted(
     return policy.agent.act(policy.interface.state(observation), None if sure else generator)
 
 
-def _seen_through(interface: Interface) -> dict[str, Field]:
+def fields_of(interface: Interface) -> dict[str, Field]:
     """Return the observation fields that an agent reads."""
     return {key: interface.fields[key] for key in interface.keys}
 
 
-def _by_means_of[Choosing: (SteeredPolicy, BestOfPolicy)](policy: Choosing, inner: Policy) -> Choosing:
+def acting_through[Choosing: nn.Module](policy: Choosing, inner: Policy) -> Choosing:
     """Return `policy`, with shared weights, using `inner` to compute the base's chunks."""
     copied_policy = copy.copy(policy)
     object.__setattr__(copied_policy, "_fast", inner)  # a module's own way would register it in both
     return copied_policy
 
 
-def _save_around(policy: SteeredPolicy | BestOfPolicy, folder: Path, kind: str, own: Mapping[str, Any]) -> None:
+def save_around(policy: WrapsBase, folder: Path, kind: str, own: Mapping[str, Any]) -> None:
     """Write the checkpoint of a policy that wraps a base, atomically; own: config entries specific to this class."""
     config = {**_described(policy, kind, _spec_of(policy.base)), **own}
-    write_checkpoint(folder, config, policy.agent, lambda inside: policy.base.save(inside / BASE))
+
+    def inside(place: Path) -> None:
+        policy.base.save(place / BASE)
+        features = policy.interface.features
+        if isinstance(features, Encoder) and features.policy is not policy.base:
+            _save_encoder(policy.interface, place)  # the base has been trained since the critics began
+
+    write_checkpoint(folder, config, policy.agent, inside)
 
 
-def _loaded_around[Choosing: (SteeredPolicy, BestOfPolicy)](
+def load_around[Choosing: nn.Module](
     folder: Path,
     description: Mapping[str, Any],
     device: torch.device | str,
-    make: Callable[[Policy, OfflineAgent, Interface], Choosing],
+    make: Callable[[Policy, Any, Interface], Choosing],
+    new_agent: NewAgent | None = None,
 ) -> Choosing:
-    """Load what `_save_around` wrote; raises CheckpointError when the files are inconsistent."""
+    """Load what `save_around` wrote; raises CheckpointError when the files are inconsistent.
+
+    new_agent: builds the agent from its settings if that is not what they name.
+    """
     require_format(folder, description)
     base = load_with_encoder(folder / BASE, device)
+    encoder = load_with_encoder(folder / ENCODER, device) if (folder / ENCODER).exists() else base
     with restoring(folder, "a policy"):
-        policy = make(base, *_saved_agent(folder, description, base))
-    read_weights(policy.agent, folder, device)
+        agent, interface = _saved_agent(folder, description, encoder, new_agent)
+        policy = make(base, agent, interface)
+    read_weights(agent, folder, device)
     return policy.to(device).eval()
 
 
-def _encoded_by(base: Policy, observation: TensorObservation) -> Mapping[str, Tensor]:
+def encoded_by(base: Policy, observation: TensorObservation) -> Mapping[str, Tensor]:
     """Return the encoding of observations [N, H, ...] by `base`; raises ConfigError when it cannot encode."""
     if not isinstance(base, ExposesEncoder):
         raise ConfigError(f"{type(base).__name__} has no encode() method.")
@@ -402,9 +453,7 @@ def _spec_of(base: Policy) -> dict[str, Any]:
     }
 
 
-def _described(
-    policy: "AgentPolicy | BestOfPolicy | SteeredPolicy", kind: str, spec: Mapping[str, Any]
-) -> dict[str, Any]:
+def _described(policy: "AgentPolicy | WrapsBase", kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of a policy whose class is registered as `kind`."""
     agent = policy.agent
     path = f"{type(agent.config).__module__}:{type(agent.config).__qualname__}"
@@ -419,7 +468,7 @@ def _described(
 
 
 def _saved_agent(
-    folder: Path, description: Mapping[str, Any], encoder: Policy | None
+    folder: Path, description: Mapping[str, Any], encoder: Policy | None, new_agent: NewAgent | None = None
 ) -> tuple[OfflineAgent, Interface]:
     """Build the agent that a checkpoint describes, without its weights, and its interface."""
     agent_entry, view = description["agent"], description["interface"]
@@ -427,6 +476,8 @@ def _saved_agent(
     config = from_plain(AGENTS.configuration(agent_entry["kind"]), agent_entry["config"], "agent.config")
     features = Encoder(encoder) if view["feature_size"] and encoder is not None else None
     interface = Interface.from_json(view, features)
+    if new_agent is not None:
+        return new_agent(config, interface.size, interface.actions), interface
     return agent_class(config, interface.size, interface.actions, 0), interface
 
 

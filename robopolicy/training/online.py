@@ -169,10 +169,18 @@ def plays_agent(agent: OfflineAgent) -> Frozen:
     return lambda seen, state, generator: agent.act(state, generator)
 
 
+def explores(policy: RunsAgent) -> Frozen:
+    """Return a policy that explores with its current weights; pass a copy, so that later training does not change
+    it.
+    """
+    return lambda seen, state, generator: policy.explore(seen, state, generator, None)
+
+
 class Explorer:
     """The agent as actor of a world, which also returns states and flat actions; a frozen policy can act in its place.
 
-    share: fraction of chunks from the frozen policy.
+    share: fraction of chunks from the frozen policy; ahead: base chunks [B, K, A'] at the next observation, sampled
+    already, None if there are none.
     """
 
     def __init__(self, policy: RunsAgent, frozen: Frozen, generators: Generators):
@@ -180,6 +188,7 @@ class Explorer:
         self.frozen = frozen
         self.generators = generators
         self.share = 1.0
+        self.ahead: Tensor | None = None
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the policy for `rows` [R], or for all when None."""
@@ -193,7 +202,7 @@ class Explorer:
         if self.share == 1:
             action = self.frozen(tensors, state, self.generators["frozen"])
         else:
-            action = self.policy.agent.act(state, self.generators["act"])
+            action = self.policy.explore(tensors, state, self.generators["act"], self.ahead)
             if self.share:
                 draws = torch.rand(len(state), generator=self.generators["turns"], device=self.generators.device)
                 use_frozen = (draws < self.share)[:, None]
@@ -237,6 +246,7 @@ class Online:
         count = min(rows, (self.config.steps - self.env_steps) // chunk)
         self.wave += 1
         player.start_batch(episode_seeds(seed, f"online/{self.wave}", count))
+        self.explorer.ahead = None
         first, successes = self.episodes, np.zeros(rows, dtype=bool)
         self.episodes += count
         turns: list[tuple[Tensor, Tensor]] = []
@@ -280,14 +290,18 @@ class Online:
         discount = self.agent.discount
         # A chunk is one decision: its rewards are discounted within it, and its backup by gamma^(executed steps).
         worth = discount ** torch.arange(valid.shape[1], device=device)
+        seen = to_tensors(step.observation, device)
         columns = {
             "reward": (reward * valid * worth).sum(1),
-            "next_state": self.policy.interface.state(to_tensors(step.observation, device)),
+            "next_state": self.policy.interface.state(seen),
             "terminated": torch.from_numpy(np.array(step.terminated)).to(device),
             "success": torch.from_numpy(np.array(step.success)).to(device),
             "episode": first + torch.arange(len(valid), device=device),
             "decay": discount ** valid.sum(1),
         }
+        self.explorer.ahead = self.policy.propose(seen, self.generators["propose"])
+        if self.explorer.ahead is not None:
+            columns["next_candidates"] = self.explorer.ahead
         self.env_steps += int(valid[rows].sum())
         rows_played = {name: column[rows] for name, column in columns.items()}
         return self.experience.add(state[rows], action[rows], rows_played), rows

@@ -1,6 +1,8 @@
 """Trains an agent with critics online in the world, acting by itself or steering a frozen policy.
 
 online.method=dsrl: the agent chooses the noise that a frozen diffusion or flow policy denoises (DSRL).
+online.method=edit: the agent edits the action chunks of a frozen policy of any kind, and the best by Q of the policy's
+chunks and the edited ones acts (EXPO); needs few environment steps, so use it where a simulator is slow.
 online.method=actions: the agent outputs action chunks itself; with online.dataset it first trains on recorded data, and
 online.steps=0 stops there. A frozen policy plays the first online.warmup steps. online.offline_ratio=0 then uses online
 data only (WSRL: online.agent=cal_ql); online.offline_ratio=0.5 keeps half of every batch recorded (RLPD). Success is
@@ -10,7 +12,6 @@ for nothing else. If interrupted, run the same command again: it resumes and giv
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,57 +28,30 @@ from robopolicy.core.origin import origin_of, remember_origin, renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive_seed
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import require_fit
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.success import compared
-from robopolicy.rl.offline.configuration import AGENTS
-from robopolicy.rl.offline.decisions import recorded_decisions
-from robopolicy.rl.offline.interface import Interface, recorded_range
+from robopolicy.rl.offline.agent import OfflineAgent
 from robopolicy.runs import default_path, input_path, output
-from robopolicy.training.configuration import OnlineConfig
-from robopolicy.training.critics import (
-    AgentPolicy,
-    SteeredPolicy,
-    critic_interface,
-    fit_agent,
-    interface_of,
-    steer,
-)
-from robopolicy.training.online import (
-    Begins,
-    Frozen,
-    OnlineResult,
-    learn_online,
-    plays_agent,
-    plays_noise,
-    plays_policy,
-)
+from robopolicy.training.configuration import ONLINE_METHODS, OnlineConfig
+from robopolicy.training.critics import fit_agent
+from robopolicy.training.online import OnlineResult, learn_online
+from robopolicy.training.online_methods import InitialState, OnlineMethod, OnlineStart, method_of
 from robopolicy.verbs.advice import CEILING
 from robopolicy.verbs.job import Job, Saved, print_evaluations, starting_checkpoint
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
-    summary="Online RL with critics: train an agent, or steer a frozen policy (DSRL)",
+    summary="Online RL with critics: train an agent, steer a frozen policy (DSRL) or edit its actions (EXPO)",
     sections=("run", "world", "workers", "online"),
     example="robopolicy online runs/train/push_cube/0/checkpoint online.method=dsrl",
     targets=("online.policy",),
     world_from={"online.policy": "train/checkpoint", "online.dataset": ""},
     resumes=True,
 )
-
-
-@dataclass(frozen=True)
-class InitialState:
-    """Initial state of online learning: the learner, the policy of the warm-up, and the recorded action chunks."""
-
-    policy: AgentPolicy | SteeredPolicy
-    frozen: Frozen
-    begins: Begins
-    recorded: Transitions | None = None
 
 
 def run(config: Config) -> int:
@@ -114,10 +88,10 @@ def run(config: Config) -> int:
     for each in (world, judging):
         each.close()
     print_evaluations(verdicts)
-    print_result(online_result, section.method)
+    print_result(online_result, section.method.kind)
     result: dict[str, Any] = {
         **({"base_checkpoint": None} if path is None else starting_checkpoint(path)),
-        "method": section.method,
+        "method": section.method.kind,
         "env_steps": online_result.env_steps,
         "updates": online_result.updates,
         "collected_episodes": online_result.episodes,
@@ -130,10 +104,11 @@ def run(config: Config) -> int:
 
 
 def policy_path(config: Config) -> Path | None:
-    """Return the path of the given policy; None for an agent with online.method=actions, which needs none."""
+    """Return the path of the given policy; None for a method that needs none, such as online.method=actions."""
     section = config.online
     default_checkpoint = recover_folder(input_path(config, "train") / "checkpoint")
-    if section.method == "actions" and section.policy is None and not default_checkpoint.exists():
+    needs_policy = ONLINE_METHODS.builds(section.method.kind).needs_policy
+    if not needs_policy and section.policy is None and not default_checkpoint.exists():
         return None
     return default_path(config, "train", "checkpoint", section.policy, "online.policy")
 
@@ -142,63 +117,31 @@ def initialise(
     config: Config, given: Policy | None, world: World, folder: RunFolder, device: torch.device
 ) -> InitialState:
     """Build the learner, or resume an earlier one, and train it on recorded data."""
-    section, seed = config.online, derive_seed(config.run.seed, "agent")
-    if isinstance(given, AgentPolicy | SteeredPolicy):
-        return resume_from_checkpoint(config, given, device)
-    kind, settings = section.agent.kind, section.agent.config
-    if section.method == "dsrl":
-        assert given is not None  # which policy_path sees to
-        fields, tasks = world.spec.observation, world.spec.instructions
-        steering = steer(
-            given, settings, fields, tasks, bound=section.noise_bound, seed=seed, kind=kind, steers=False
-        ).to(device)
-        return InitialState(steering, plays_noise(steering), "warm-up")
-    episodes = recorded_episodes(config, given, device)
-    interface = seen_by_agent(config, given, world, episodes)
-    agent = AGENTS.builds(kind)(settings, interface.size, interface.actions, seed).to(device)
-    acting = AgentPolicy(agent, interface, world.spec.fps)
-    require_fit(acting.spec, world.spec)  # before it learns anything of recorded data
-    other = plays_agent(copy.deepcopy(agent)) if given is None else plays_policy(given, acting)
-    if episodes is None:
-        return InitialState(acting, other, "warm-up")
-    data = recorded_decisions(episodes, interface, agent.discount).transitions
-    if not section.pretrain_steps:
-        return InitialState(acting, other, "recorded", data)
+    section = config.online
+    method: OnlineMethod = ONLINE_METHODS.builds(section.method.kind)(section.method.config)
     generators = Generators(derive_seed(config.run.seed, "online/pretrain"), device)
-    fit_agent(agent, data, section.pretrain_steps, section.batch_size, generators, run=folder, label="agent")
-    return InitialState(acting, plays_agent(copy.deepcopy(agent)), "recorded", data)
 
+    def fit(agent: OfflineAgent, data: Transitions) -> None:
+        fit_agent(agent, data, section.pretrain_steps, section.batch_size, generators, run=folder, label="agent")
 
-def resume_from_checkpoint(config: Config, policy: AgentPolicy | SteeredPolicy, device: torch.device) -> InitialState:
-    """Resume a policy from earlier online learning; raises ConfigError when that used another method."""
-    method = "actions" if isinstance(policy, AgentPolicy) else "dsrl"
-    if config.online.method != method:
+    start = OnlineStart(
+        given,
+        world.spec,
+        section.agent.kind,
+        section.agent.config,
+        section,
+        config.run.seed,
+        device,
+        lambda: recorded_episodes(config, given, device),
+        fit,
+    )
+    if type(given) is method.learns:
+        return method.resume(given, start)
+    if earlier := method_of(given, ONLINE_METHODS):
         raise ConfigError(
-            f"online.policy={config.online.policy} was trained with online.method={method}: pass that setting."
+            f"online.policy={section.policy} was trained with online.method={earlier}: pass that setting."
         )
-    frozen = plays_agent(copy.deepcopy(policy.agent))
-    if isinstance(policy, SteeredPolicy) and not bool(policy.steers):
-        frozen = plays_noise(policy)
-    episodes = recorded_episodes(config, policy, device)
-    if episodes is None:
-        return InitialState(policy, frozen, "already")
-    data = recorded_decisions(episodes, policy.interface, policy.agent.discount).transitions
-    return InitialState(policy, frozen, "already", data)
-
-
-def seen_by_agent(config: Config, given: Policy | None, world: World, episodes: Episodes | None) -> Interface:
-    """Return the agent's interface: fields of the data if there are any, else of the world, in chunks of the given
-    policy.
-    """
-    chunk, spec = config.online.chunk, world.spec
-    if given is not None and episodes is not None:
-        return critic_interface(given, episodes)
-    if given is not None:
-        return interface_of(given, spec.observation, spec.action, spec.instructions)
-    if episodes is None:
-        return Interface.of(spec, chunk)
-    tasks, bounds = tuple(sorted(set(episodes.tasks))), recorded_range(episodes)
-    return Interface(episodes.observation_fields, episodes.action_field, chunk=chunk, instructions=tasks, bounds=bounds)
+    return method.start(start)
 
 
 def recorded_episodes(config: Config, given: Policy | None, device: torch.device) -> Episodes | None:

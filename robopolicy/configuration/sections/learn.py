@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Natural, Positive
@@ -11,7 +11,15 @@ from robopolicy.core.structured import Tagged
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.registry import POLICIES
 from robopolicy.rl.offline.configuration import AGENTS, RlpdConfig
-from robopolicy.training.configuration import DistillConfig, FinetuneConfig, OnlineConfig, PretrainConfig, TeachConfig
+from robopolicy.training.configuration import (
+    ONLINE_METHODS,
+    DistillConfig,
+    DsrlOnlineConfig,
+    FinetuneConfig,
+    OnlineConfig,
+    PretrainConfig,
+    TeachConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,20 @@ class OnlineAgentSection(Tagged):
 
 
 @dataclass(frozen=True)
+class OnlineMethodSection(Tagged):
+    """The online method: what the agent chooses."""
+
+    kinds: ClassVar = ONLINE_METHODS
+    beside: ClassVar = True
+
+    kind: str = "dsrl"
+    """Method: dsrl (the agent chooses the initial noise of the frozen policy), actions (the agent chooses the actions
+    itself), edit (the agent edits the frozen policy's action chunks, and the best by Q acts), or a custom one.
+    """
+    config: Any = field(default_factory=DsrlOnlineConfig)
+
+
+@dataclass(frozen=True)
 class OnlineSection(OnlineConfig):
     """Online RL of an agent in the world, with or without pre-training on recorded data."""
 
@@ -193,10 +215,11 @@ class OnlineSection(OnlineConfig):
     """Checkpoint of the policy to steer, or to play the warm-up (default: the output of train with the same name and
     seed). An agent or a steered policy continues learning.
     """
-    method: Literal["dsrl", "actions"] = "dsrl"
-    """dsrl: the agent chooses the initial noise of the frozen policy; actions: the agent chooses the actions itself."""
+    method: OnlineMethodSection = field(default_factory=OnlineMethodSection)
     dataset: Path | None = None
-    """LeRobotDataset on which an agent of method=actions is pre-trained, and from which `retain` draws."""
+    """LeRobotDataset on which an agent of method=actions or edit is pre-trained, and from which `offline_ratio` draws:
+    demonstrations, a policy's log, or a log with interventions.
+    """
     extra_datasets: tuple[Path, ...] = ()
     """Additional datasets of the same world."""
     pretrain_steps: Natural = 4000
@@ -221,7 +244,7 @@ class OnlineSection(OnlineConfig):
             raise ConfigError(
                 f"online.noise_bound={self.noise_bound:g} must be above 0, for example 1.5: it limits the noise."
             )
-        if self.method == "dsrl" and (self.dataset is not None or self.extra_datasets or self.offline_ratio):
+        if self.method.kind == "dsrl" and (self.dataset is not None or self.extra_datasets or self.offline_ratio):
             raise ConfigError(
                 "online.method=dsrl trains on noise, which no dataset records: unset online.dataset and "
                 "online.offline_ratio, and first train on data with robopolicy offline DATASET offline.improve=dsrl."

@@ -27,7 +27,7 @@ class Sac(OfflineAgent):
         self.config, self.updates = config, 0
         with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
             torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
-            self.actor = Actor(state, action, config.width, config.depth)
+            self.actor = self.new_actor(state, action)
             self.critics = Critics(config.critics, state, action, config.width, config.depth, config.layer_norm)
         self.slow = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_temperature = torch.nn.Parameter(torch.tensor(float(config.temperature)).log())
@@ -38,6 +38,10 @@ class Sac(OfflineAgent):
             "critics": torch.optim.Adam(self.critics.parameters(), config.learning_rate),
             "temperature": torch.optim.Adam([self.log_temperature], slower),
         }
+
+    def new_actor(self, state: int, action: int) -> Actor:
+        """Return an actor for states of S and actions of A elements."""
+        return Actor(state, action, self.config.width, self.config.depth)
 
     def fit_statistics(self, state: Tensor) -> None:
         """Fit the state standardisation of all networks on states [N, S]."""
@@ -87,7 +91,7 @@ class Sac(OfflineAgent):
         self.updates += 1
         climbed: dict[str, Tensor] = {}
         if self.updates % self.config.policy_delay == 0:
-            climbed["entropy"] = self.climb(batch.state, generator)
+            climbed["entropy"] = self.ascend(batch.state, *self.proposed(batch, generator))
         follow(self.slow, self.critics, self.config.tau)
         return {
             "critic_loss": critic_loss.detach(),
@@ -99,9 +103,18 @@ class Sac(OfflineAgent):
             "temperature": self.log_temperature.detach().exp(),
         }
 
+    def proposed(self, batch: Transitions, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return the actor's actions [B, A] at the batch's states, with gradients, and their log densities [B]."""
+        return self.actor.sample(batch.state, generator)
+
     def climb(self, state: Tensor, generator: torch.Generator) -> Tensor:
         """Take one step of actor and temperature in states [B, S]; returns the actor's entropy there, []."""
-        action, density = self.actor.sample(state, generator)
+        return self.ascend(state, *self.actor.sample(state, generator))
+
+    def ascend(self, state: Tensor, action: Tensor, density: Tensor) -> Tensor:
+        """Take one step of actor and temperature by its actions [B, A], with gradients, in states [B, S] and their log
+        densities [B]; returns the entropy, [].
+        """
         values = self.critics(state, action)
         value = values.min(0).values if self.config.critic_subset is None else values.mean(0)
         # E[temperature log pi - Q]: the temperature has a loss of its own below.

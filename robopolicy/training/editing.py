@@ -1,0 +1,161 @@
+"""A policy that edits the action chunks of a base policy: the best by Q of base chunks and edited chunks acts.
+
+Source: EXPO, Dong et al. 2025, arXiv:2507.07986. The formulas are in `robopolicy.rl.offline.edit`.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.candidates import repeat_observation
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Decision, Policy, TensorObservation
+from robopolicy.core.spec import PolicySpec, validate_observation
+from robopolicy.core.world import Rows
+from robopolicy.policies.network import freeze
+from robopolicy.rl.offline.configuration import CqlConfig, SacConfig
+from robopolicy.rl.offline.edit import Edit
+from robopolicy.rl.offline.interface import Interface
+from robopolicy.training.critics import (
+    LearnsOnline,
+    SavableInside,
+    acting_through,
+    encoded_by,
+    fields_of,
+    load_around,
+    save_around,
+)
+
+
+class EditedPolicy(LearnsOnline, nn.Module):
+    """A `Policy` that samples `count` chunks from `base`, edits each, and executes the one that the critics prefer.
+
+    interface: the agent's view of observations and chunks, whose length is the base's. acts: whether the agent chooses
+    already; until then the base acts unchanged. The checkpoint contains the base, the critics and the edit actor.
+    Raises ConfigError when chunk lengths differ, count is below 1 or the base cannot be saved.
+    """
+
+    acts: Tensor
+    count: Tensor
+
+    def __init__(self, base: Policy, agent: Edit, interface: Interface, count: int = 8, acts: bool = True):
+        super().__init__()
+        if count < 1:
+            raise ConfigError(f"online.method.candidates={count} must be at least 1.")
+        if interface.chunk != base.spec.chunk:
+            raise ConfigError(
+                f"Chunk lengths differ: the critics evaluate {interface.chunk} control steps, the policy outputs "
+                f"{base.spec.chunk}."
+            )
+        if not isinstance(base, SavableInside):
+            raise ConfigError(
+                f"{type(base).__name__} has no save(), so it cannot be saved inside the checkpoint of a wrapping "
+                "policy."
+            )
+        self.base: SavableInside = base
+        freeze(base.parameters())
+        self.agent, self.interface = agent, interface
+        self.register_buffer("count", torch.tensor(count))
+        self.register_buffer("acts", torch.tensor(acts))
+        self._fast: Policy | None = None  # what computes the base's decisions in its place
+
+    @property
+    def spec(self) -> PolicySpec:
+        """Spec of the base plus the agent's inputs, without log-probabilities."""
+        base_spec = self.base.spec
+        return replace(base_spec, observation={**base_spec.observation, **fields_of(self.interface)}, scored_steps=0)
+
+    def reset(self, rows: Rows = None) -> None:
+        """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
+        self.base.reset(rows)
+
+    def frozen_copy(self) -> "EditedPolicy":
+        """Return this policy with a copy of the agent, which later training does not change; the base is shared."""
+        return EditedPolicy(self.base, copy.deepcopy(self.agent), self.interface, int(self.count), bool(self.acts))
+
+    @property
+    def inner(self) -> Policy:
+        """The acting policy: the base, or its accelerated replacement."""
+        return self.base if self._fast is None else self._fast
+
+    def around(self, inner: Policy) -> "EditedPolicy":
+        """Return this policy, with shared weights, acting through `inner`, which computes the base's chunks."""
+        return acting_through(self, inner)
+
+    def enable_agent(self) -> None:
+        """Let the agent choose from now on."""
+        self.acts.fill_(True)
+
+    def actions_of(self, observation: TensorObservation, action: Tensor) -> Tensor:
+        """Convert flat chunks [B, C * A] to the world's units, [B, C, A]."""
+        return self.interface.chunks(action)
+
+    @torch.no_grad()
+    def propose(self, observation: TensorObservation, generator: torch.Generator) -> Tensor:
+        """Return chunks that the base samples at observations [B, H, ...], flat in [-1, 1]: [B, count, C * A]."""
+        count = int(self.count)
+        chunks = self.inner.act(repeat_observation(observation, count), generator).actions
+        return self.interface.to_agent(chunks).unflatten(0, (-1, count))
+
+    def explore(
+        self, observation: TensorObservation, state: Tensor, generator: torch.Generator, proposals: Tensor | None
+    ) -> Tensor:
+        """Return the chosen chunks [B, C * A] in states [B, S], among base chunks [B, count, C * A] and their edits."""
+        chunks = self.propose(observation, generator) if proposals is None else proposals
+        return self.agent.choose(state, chunks, generator)[0]
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Return the best chunk [B, C, A] of the base's chunks and their edits.
+
+        deterministic: edits are noise-free, and the base's noise-free chunk is among the candidates. Raises SpecError
+        or NonFiniteError on an invalid observation.
+        """
+        spec = self.spec
+        validate_observation(observation, spec.observation, history=spec.history)
+        if not bool(self.acts):
+            return Decision(self.inner.act(observation, generator, deterministic=deterministic).actions)
+        state, proposals = self.interface.state(observation), self.propose(observation, generator)
+        if deterministic:
+            sure = self.inner.act(observation, generator, deterministic=True).actions
+            proposals[:, 0] = self.interface.to_agent(sure)
+        action, _ = self.agent.choose(state, proposals, None if deterministic else generator)
+        return Decision(self.interface.chunks(action))
+
+    def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
+        """Return the base's encoding of observations [N, H, ...]; raises ConfigError when the base cannot encode."""
+        return encoded_by(self.base, observation)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint atomically, including the base, the critics and the edit actor."""
+        own = {"count": int(self.count), "acts": bool(self.acts), "edit_scale": self.agent.scale}
+        save_around(self, folder, "edited", own)
+
+    @classmethod
+    def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "EditedPolicy":
+        """Load what `save` wrote; raises CheckpointError when the files are inconsistent."""
+        scale = float(description["edit_scale"])
+
+        def new_agent(config: Any, state: int, action: int) -> Edit:
+            return Edit(require_sac(config), state, action, 0, scale)
+
+        def make(base: Policy, agent: Any, interface: Interface) -> "EditedPolicy":
+            return cls(base, agent, interface, int(description["count"]), bool(description["acts"]))
+
+        return load_around(folder, description, device, make, new_agent)
+
+
+def require_sac(config: Any) -> SacConfig:
+    """Return `config`, typed as settings of SAC; raises ConfigError for agents that an edit actor cannot use."""
+    if not isinstance(config, SacConfig) or isinstance(config, CqlConfig):
+        raise ConfigError(
+            "online.method=edit trains its critics and edit actor as SAC does: use online.agent=rlpd, or edac."
+        )
+    return config
