@@ -9,6 +9,7 @@ from robopolicy.cli import main
 from robopolicy.core.run import RunFolder
 from robopolicy.policies import load_policy
 from robopolicy.training.critics import AgentPolicy, SteeredPolicy
+from robopolicy.training.editing import EditedPolicy
 
 pytestmark = pytest.mark.long
 
@@ -100,6 +101,9 @@ def test_data_of_another_task_is_refused_before_anything_is_learned_of_it(root, 
         (("online.offline_ratio=2", "online.method=actions"), "online.offline_ratio is 2: it must lie between 0 and 1"),
         (("online.agent=rldp",), "Did you mean 'rlpd'"),
         (("online.method=action",), "Did you mean 'actions'"),
+        (("online.method=edit", "online.agent=cal_ql"), "use online.agent=rlpd"),
+        (("online.method=edit", "online.method.edit_scale=3"), "at most 2"),
+        (("online.method=dsrl", "online.method.edit_scale=0.3"), "Set online.method.kind=edit, which has it"),
     ],
 )
 def test_mistakes_end_with_a_sentence(settings, text, root, capsys):
@@ -113,3 +117,20 @@ def test_a_policy_goes_on_by_the_method_by_which_it_learned(root, capsys):
     assert run(root, "online", "run.name=other", own, *RLPD) == 2
     assert "was trained with online.method=actions: pass" in " ".join(capsys.readouterr().err.split())
     assert run(root, "online", "run.name=further", "online.method=actions", own, *RLPD) == 0
+
+
+def test_chunks_are_edited_from_demonstrations_and_further_and_the_base_may_learn(root):
+    base = f"online.policy={root}/train/reach_planar/0/checkpoint"
+    data = f"online.dataset={root}/collect/reach_planar/0/dataset"
+    edit = ("online.method=edit", "online.method.candidates=2", *RLPD)
+    for name, settings in {
+        "edit": (base, data, "online.offline_ratio=0.5", "online.method.base_utd_ratio=0.2"),
+        "edit_alone": (base, "online.method.edit_scale=0.5"),
+    }.items():
+        assert run(root, "online", f"run.name={name}", *edit, *settings) == 0, name
+        assert result(root, name)["method"] == "edit" and result(root, name)["updates"] > 50
+        assert isinstance(load_policy(root / "online" / name / "0" / "checkpoint"), EditedPolicy)
+    assert any("base_loss" in record for record in RunFolder(root / "online" / "edit" / "0").metrics())
+    own = f"online.policy={root}/online/edit/0/checkpoint"
+    assert run(root, "online", "run.name=edit_on", *edit, own, data, "online.method.base_utd_ratio=0.2") == 0
+    assert run(root, "evaluate", f"evaluate.policy={root}/online/edit/0/checkpoint", "run.name=edit") == 0

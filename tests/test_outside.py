@@ -303,6 +303,18 @@ def test_an_agent_and_an_improver_of_recorded_data(tmp_path, agent, improver):
     assert len(result_json["rounds"]) == 1 and "loss" in result_json["rounds"][0]
 
 
+@pytest.mark.parametrize("method", [f"{PACKAGE}.online:ResidualConfig", "residual"])
+def test_an_online_method(tmp_path, method):
+    begin = ["world=reach_planar", *SMALL_DIFFUSION]
+    robopolicy("collect", *begin, "collect.episodes=6", root=tmp_path)
+    robopolicy("train", *begin, root=tmp_path)
+    settings = [f"online.method={method}", "online.method.size=0.2", "online.agent.width=8", "online.num_envs=4"]
+    settings += ["online.steps=200", "online.warmup=50", "online.batch_size=8", "online.evaluate_episodes=4"]
+    assert robopolicy("online", *begin, *settings, root=tmp_path) == 0
+    result_json = result(tmp_path, "online", "reach_planar")
+    assert result_json["method"] == method and result_json["updates"] > 10
+
+
 def test_what_is_installed_is_listed(capfd):
     assert main(["algorithms"]) == 0
     assert "outside_ranks" in capfd.readouterr().out

@@ -63,10 +63,6 @@ class Transitions:
             check_finite(f"transitions: {name}", getattr(self, name))
         return self
 
-    def with_candidates(self, chunks: Tensor) -> "Transitions":
-        """Return these transitions with `next_candidates` [N, K, A]."""
-        return replace(self, next_candidates=chunks)
-
     def take(self, index: Tensor) -> "Transitions":
         """Select transitions, by index [n] or mask [N]."""
         return replace(self, **{name: value[index] for name, value in self._known().items()})

@@ -478,7 +478,9 @@ class ActionsOnlineConfig:
 class EditOnlineConfig:
     """Edits of a base policy's action chunks, EXPO, Dong et al. 2025, arXiv:2507.07986.
 
-    The paper uses 8 candidates, edit scales of 0.05 to 0.7 of half the action range, and 20 updates per decision.
+    The paper's code uses 8 candidates, edit scales of 0.05 to 0.7 of half the action range, and 20 updates of the
+    critics per step and one of edit actor and base (online.utd_ratio=20 online.agent.policy_delay=20
+    online.method.base_utd_ratio=0.05).
     Raises ConfigError for an edit scale outside (0, 2].
     """
 
@@ -487,6 +489,12 @@ class EditOnlineConfig:
     """edit: largest change of an action element, as a fraction of half its range, at most 2."""
     candidates: Count = 8
     """edit: number of chunks that the base policy samples per decision; each is also edited once."""
+    base_utd_ratio: NonNegative = 0.0
+    """edit: imitation updates of the base policy, on successful episodes and demonstrations, per update of the critics;
+    0 freezes the base.
+    """
+    base_learning_rate: Positive = 1e-4
+    """edit: learning rate of the base policy's imitation."""
 
     def __post_init__(self) -> None:
         if not 0 < self.edit_scale <= 2:

@@ -84,6 +84,26 @@ class RunsAgent(Policy, Protocol):
         """Return the flat actions [B, A'] to execute in states [B, S]; proposals: those of these observations."""
         ...
 
+    def remembered(self, before: TensorObservation, after: TensorObservation) -> dict[str, Tensor]:
+        """Return further columns [B, ...] of the replay buffer, from the observations before and after a chunk."""
+        ...
+
+    def learn_beside(
+        self, columns: Mapping[str, Tensor], count: int, updates: int, generators: Generators
+    ) -> dict[str, Tensor]:
+        """Train what learns beside the agent, after a batch of episodes with `updates` of the agent, on the buffer's
+        first `count` rows; returns metrics by name, scalars.
+        """
+        ...
+
+    def tree_beside(self) -> dict[str, Any]:
+        """Return the state of what learns beside the agent, in a form that can be saved."""
+        ...
+
+    def restore_beside(self, tree: Mapping[str, Any]) -> None:
+        """Restore the state from `tree`."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write a checkpoint atomically, including the critics."""
         ...
@@ -104,13 +124,41 @@ class LearnsOnline:
         """Return the agent's sampled actions [B, A'] in states [B, S]."""
         return self.agent.act(state, generator)
 
+    def remembered(self, before: TensorObservation, after: TensorObservation) -> dict[str, Tensor]:
+        """Return no columns [B, ...]."""
+        return {}
+
+    def learn_beside(
+        self, columns: Mapping[str, Tensor], count: int, updates: int, generators: Generators
+    ) -> dict[str, Tensor]:
+        """Learn nothing; returns no metrics."""
+        return {}
+
+    def tree_beside(self) -> dict[str, Any]:
+        """Return {}: nothing learns beside the agent."""
+        return {}
+
+    def restore_beside(self, tree: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
 
 class WrapsBase(Protocol):
     """A policy around a base policy, with the agent that chooses for it."""
 
-    base: SavableInside
-    agent: Any
-    interface: Interface
+    @property
+    def base(self) -> SavableInside:
+        """The base policy."""
+        ...
+
+    @property
+    def agent(self) -> OfflineAgent:
+        """The agent."""
+        ...
+
+    @property
+    def interface(self) -> Interface:
+        """The agent's view of observations and actions."""
+        ...
 
 
 NewAgent = Callable[[Any, int, int], OfflineAgent]

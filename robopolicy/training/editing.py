@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from robopolicy.core.candidates import repeat_observation
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Decision, Policy, TensorObservation
+from robopolicy.core.policy import Decision, Policy, TensorObservation, Trainable
+from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import PolicySpec, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.policies.network import freeze
 from robopolicy.rl.offline.configuration import CqlConfig, SacConfig
 from robopolicy.rl.offline.edit import Edit
 from robopolicy.rl.offline.interface import Interface
+from robopolicy.training.base_imitation import AHEAD, HERE, BaseImitation
 from robopolicy.training.critics import (
     LearnsOnline,
     SavableInside,
@@ -36,8 +38,9 @@ class EditedPolicy(LearnsOnline, nn.Module):
     """A `Policy` that samples `count` chunks from `base`, edits each, and executes the one that the critics prefer.
 
     interface: the agent's view of observations and chunks, whose length is the base's. acts: whether the agent chooses
-    already; until then the base acts unchanged. The checkpoint contains the base, the critics and the edit actor.
-    Raises ConfigError when chunk lengths differ, count is below 1 or the base cannot be saved.
+    already; until then the base acts unchanged. learnable: weights of the base that imitation may train; imitation:
+    trains them during an online run, None while the base is frozen. The checkpoint contains the base, the critics and
+    the edit actor. Raises ConfigError when chunk lengths differ, count is below 1 or the base cannot be saved.
     """
 
     acts: Tensor
@@ -58,11 +61,14 @@ class EditedPolicy(LearnsOnline, nn.Module):
                 "policy."
             )
         self.base: SavableInside = base
+        # Before they are frozen: they tell which of them learn where the base is trained.
+        self.learnable = list(base.trainable_parameters()) if isinstance(base, Trainable) else []
         freeze(base.parameters())
         self.agent, self.interface = agent, interface
         self.register_buffer("count", torch.tensor(count))
         self.register_buffer("acts", torch.tensor(acts))
         self._fast: Policy | None = None  # what computes the base's decisions in its place
+        self.imitation: BaseImitation | None = None
 
     @property
     def spec(self) -> PolicySpec:
@@ -108,6 +114,27 @@ class EditedPolicy(LearnsOnline, nn.Module):
         """Return the chosen chunks [B, C * A] in states [B, S], among base chunks [B, count, C * A] and their edits."""
         chunks = self.propose(observation, generator) if proposals is None else proposals
         return self.agent.choose(state, chunks, generator)[0]
+
+    def remembered(self, before: TensorObservation, after: TensorObservation) -> dict[str, Tensor]:
+        """Return the base's observations [B, H, ...] before and after a chunk if it learns, {} if it is frozen."""
+        if self.imitation is None:
+            return {}
+        return self.imitation.columns(HERE, before) | self.imitation.columns(AHEAD, after)
+
+    def learn_beside(
+        self, columns: Mapping[str, Tensor], count: int, updates: int, generators: Generators
+    ) -> dict[str, Tensor]:
+        """Train the base by imitation of the buffer's first `count` rows; returns its loss."""
+        return {} if self.imitation is None else self.imitation.learn(columns, count, updates, generators)
+
+    def tree_beside(self) -> dict[str, Any]:
+        """Return the state of a base that learns, {} if it is frozen."""
+        return {} if self.imitation is None else self.imitation.tree()
+
+    def restore_beside(self, tree: Mapping[str, Any]) -> None:
+        """Restore the state of a base that learns from `tree`."""
+        if self.imitation is not None:
+            self.imitation.restore(tree)
 
     @torch.no_grad()
     def act(

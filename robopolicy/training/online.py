@@ -11,7 +11,7 @@ any world.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -44,6 +44,7 @@ Evaluate = Callable[[Policy], Mapping[str, float]]
 """Policy -> metrics, including `success` (or the metric that selects policies)."""
 Begins = Literal["warm-up", "recorded", "already"]
 """Source of an agent's state normalisation: states of the warm-up, recorded states, or its earlier training."""
+TRANSITION_COLUMNS = frozenset(item.name for item in fields(Transitions))
 COUNTS = ("wave", "env_steps", "updates", "episodes", "basis")
 """Counters of a run."""
 
@@ -52,7 +53,8 @@ COUNTS = ("wave", "env_steps", "updates", "episodes", "basis")
 class ReplayBuffer:
     """Replay buffer of action chunks in order of collection, with all columns; nothing is ever dropped.
 
-    columns: the tensors of `Transitions`, with spare capacity; count: number of stored chunks.
+    columns: the tensors of `Transitions`, with spare capacity, and further ones of the policy (`RunsAgent.remembered`);
+    count: number of stored chunks.
     """
 
     columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -64,7 +66,8 @@ class ReplayBuffer:
     @property
     def transitions(self) -> Transitions:
         """All stored transitions, a view."""
-        return Transitions(**{name: column[: self.count] for name, column in self.columns.items()})
+        columns = {name: column[: self.count] for name, column in self.columns.items() if name in TRANSITION_COLUMNS}
+        return Transitions(**columns)
 
     def add(self, state: Tensor, action: Tensor, played: Mapping[str, Tensor]) -> Tensor:
         """Store n chunks, states [n, S] and actions [n, A]; return their indices, [n].
@@ -180,7 +183,7 @@ class Explorer:
     """The agent as actor of a world, which also returns states and flat actions; a frozen policy can act in its place.
 
     share: fraction of chunks from the frozen policy; ahead: base chunks [B, K, A'] at the next observation, sampled
-    already, None if there are none.
+    already, None if there are none; seen: the last observation.
     """
 
     def __init__(self, policy: RunsAgent, frozen: Frozen, generators: Generators):
@@ -189,6 +192,7 @@ class Explorer:
         self.generators = generators
         self.share = 1.0
         self.ahead: Tensor | None = None
+        self.seen: TensorObservation = {}
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the policy for `rows` [R], or for all when None."""
@@ -197,7 +201,7 @@ class Explorer:
     @torch.no_grad()
     def choose(self, observation: Observation) -> tuple[Array, tuple[Tensor, Tensor]]:
         """Return the next chunk [B, C, A] in the world's units, with the states [B, S] and flat actions [B, A']."""
-        tensors = to_tensors(observation, self.generators.device)
+        tensors = self.seen = to_tensors(observation, self.generators.device)
         state = self.policy.interface.state(tensors)
         if self.share == 1:
             action = self.frozen(tensors, state, self.generators["frozen"])
@@ -247,7 +251,7 @@ class Online:
         self.wave += 1
         player.start_batch(episode_seeds(seed, f"online/{self.wave}", count))
         self.explorer.ahead = None
-        first, successes = self.episodes, np.zeros(rows, dtype=bool)
+        first, updates, successes = self.episodes, self.updates, np.zeros(rows, dtype=bool)
         self.episodes += count
         turns: list[tuple[Tensor, Tensor]] = []
         self.figures = {}  # a wave logs its own, as it would after a kill
@@ -264,6 +268,8 @@ class Online:
             if self.env_steps + player.running.sum() * chunk > self.config.steps:
                 break
         self.experience.tell(turns, rows)
+        columns, generators = self.experience.columns, self.generators
+        self.figures |= self.policy.learn_beside(columns, len(self.experience), self.updates - updates, generators)
         self.log(float(successes[:count].mean()))
 
     @property
@@ -298,6 +304,7 @@ class Online:
             "success": torch.from_numpy(np.array(step.success)).to(device),
             "episode": first + torch.arange(len(valid), device=device),
             "decay": discount ** valid.sum(1),
+            **self.policy.remembered(self.explorer.seen, seen),
         }
         self.explorer.ahead = self.policy.propose(seen, self.generators["propose"])
         if self.explorer.ahead is not None:
@@ -383,6 +390,7 @@ class Online:
             "switched": self.switched,
             "evaluations": self.evaluations,
             "agent": self.agent.tree(),
+            "beside": self.policy.tree_beside(),
             "experience": self.experience.tree(),
             "generators": self.generators.state(),
         }
@@ -396,6 +404,7 @@ class Online:
         self.evaluations = list(saved["evaluations"])
         self.experience = ReplayBuffer.restored(saved["experience"], self.generators.device)
         self.agent.restore(saved["agent"])
+        self.policy.restore_beside(saved.get("beside", {}))
         if self.switched:
             self.policy.enable_agent()
         # Statistics are not saved but taken again, of the same first decisions.

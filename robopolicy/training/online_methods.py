@@ -8,7 +8,7 @@ under the entry-point group robopolicy.online_methods.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.decisions import actions_at, recorded_decisions
 from robopolicy.rl.offline.edit import Edit
 from robopolicy.rl.offline.interface import Interface, recorded_range
+from robopolicy.training.base_imitation import BaseImitation
 from robopolicy.training.configuration import ActionsOnlineConfig, DsrlOnlineConfig, EditOnlineConfig
 from robopolicy.training.critics import AgentPolicy, SteeredPolicy, critic_interface, interface_of, steer
 from robopolicy.training.editing import EditedPolicy, require_sac
@@ -152,7 +153,9 @@ class ChoosesActions(OnlineMethod):
 
 
 class EditsChunks(OnlineMethod):
-    """EXPO: an edit actor changes the chunks of a frozen policy, and the best by Q of both acts."""
+    """EXPO: an edit actor changes the chunks of a base policy, frozen or trained by imitation; the best by Q of all
+    acts.
+    """
 
     learns: ClassVar[type] = EditedPolicy
     config: EditOnlineConfig
@@ -161,10 +164,13 @@ class EditsChunks(OnlineMethod):
         """Implement `OnlineMethod.start`."""
         base, settings = start.require_policy("edit"), require_sac(start.agent_config)
         episodes = start.episodes()
-        interface = interface_for(base, start.world, episodes, base.spec.chunk)
+        # A copy: the critics' inputs must not move while the base learns.
+        reader = copy.deepcopy(base) if self.config.base_utd_ratio and base.spec.cameras else base
+        interface = interface_for(reader, start.world, episodes, base.spec.chunk)
         seed = derive_seed(start.seed, "agent")
         agent = Edit(settings, interface.size, interface.actions, seed, self.config.edit_scale).to(start.device)
         policy = EditedPolicy(base, agent, interface, self.config.candidates, acts=False)
+        policy.imitation = self.imitates(policy, start)
         require_fit(policy.spec, start.world)
         if episodes is None:
             return InitialState(policy, plays_base(policy), "warm-up")
@@ -174,6 +180,23 @@ class EditsChunks(OnlineMethod):
         start.fit(agent, data)
         return InitialState(policy, explores(policy.frozen_copy()), "recorded", data)
 
+    def resume(self, policy: EditedPolicy, start: OnlineStart) -> InitialState:
+        """Implement `OnlineMethod.resume`."""
+        policy.agent.scale = self.config.edit_scale
+        policy.count.fill_(self.config.candidates)
+        policy.imitation = self.imitates(policy, start)
+        return super().resume(policy, start)
+
+    def imitates(self, policy: EditedPolicy, start: OnlineStart) -> BaseImitation | None:
+        """Return what trains the base, None if it is frozen; raises ConfigError if it cannot be trained."""
+        config = self.config
+        if not config.base_utd_ratio:
+            return None
+        weights, rows = policy.learnable, start.section.batch_size
+        return BaseImitation(
+            policy.base, policy.interface, weights, config.base_learning_rate, config.base_utd_ratio, rows
+        )
+
     def frozen(self, policy: EditedPolicy) -> Frozen:
         """Implement `OnlineMethod.frozen`."""
         return explores(policy.frozen_copy()) if bool(policy.acts) else plays_base(policy)
@@ -181,12 +204,14 @@ class EditsChunks(OnlineMethod):
     def recorded(self, policy: EditedPolicy, episodes: Episodes, start: OnlineStart) -> Transitions:
         """Return the recorded action chunks, with chunks that the base policy samples in the next states."""
         decisions = recorded_decisions(episodes, policy.interface, policy.agent.discount)
-        generators = Generators(derive_seed(start.seed, "online/recorded candidates"), start.device)
-        chunks = actions_at(
-            policy.base, episodes, decisions.next_frame, generators["propose"], samples=int(policy.count)
-        )
-        flat = policy.interface.to_agent(chunks.flatten(0, 1)).unflatten(0, chunks.shape[:2])
-        return decisions.transitions.with_candidates(flat)
+        draws = Generators(derive_seed(start.seed, "online/recorded candidates"), start.device)["propose"]
+        samples = int(policy.count)
+        chunks = actions_at(policy.base, episodes, decisions.next_frame, draws, samples=samples)
+        flat = policy.interface.to_agent(chunks.flatten(0, 1)).reshape(-1, samples, policy.interface.actions)
+        data = replace(decisions.transitions, next_candidates=flat)
+        if policy.imitation is not None:
+            policy.imitation.demonstrate(replace(decisions, transitions=data))
+        return data
 
 
 def plays_base(policy: EditedPolicy) -> Frozen:

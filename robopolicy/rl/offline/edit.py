@@ -75,7 +75,7 @@ class Edit(Sac):
         """Return the base policy's proposals [B, K, A] in states [B, S] and one edit of each, [B, 2 K, A]."""
         count = proposals.shape[1]
         edits, _ = self.edited(state.repeat_interleave(count, 0), proposals.flatten(0, 1), generator)
-        return torch.cat([proposals, edits.unflatten(0, (-1, count))], 1)
+        return torch.cat([proposals, edits.reshape(proposals.shape)], 1)
 
     @torch.no_grad()
     def scores(self, state: Tensor, chunks: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Edit(Sac):
         """
         count = chunks.shape[1]
         values = self.slow(state.repeat_interleave(count, 0), chunks.flatten(0, 1))
-        return expected_minimum(values, self.config.critic_subset).unflatten(0, (-1, count))
+        return expected_minimum(values, self.config.critic_subset).reshape(-1, count)
 
     @torch.no_grad()
     def choose(self, state: Tensor, proposals: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
