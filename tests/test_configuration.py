@@ -243,3 +243,9 @@ def test_a_program_of_hydras_in_the_same_process_keeps_its_own_groups():
     with pytest.raises(ConfigError):
         compose(["run.seed=[1"])
     assert store.repo["hydra"]["config.yaml"] is whole
+
+
+def test_a_section_of_several_kinds_may_be_its_kind_alone():
+    """A configuration saved by an earlier version has online.method as one word."""
+    section = from_plain(Config, {"online": {"method": "actions"}}).online
+    assert section.method == compose(["online.method=actions"]).online.method and section.method.kind == "actions"

@@ -63,8 +63,11 @@ def from_plain(kind: type[Structure], data: object, where: str = "") -> Structur
 
     Raises ConfigError on an unknown key (with the nearest name), a missing one, or a value of the wrong type or outside
     of the range that its type declares (`core.ranges`), naming the full path of the key. Old names of `renamed`
-    settings are accepted, and `fixed` ones with their value. `where`: path of this section.
+    settings are accepted, and `fixed` ones with their value; a `Tagged` section may be its kind alone. `where`: path of
+    this section.
     """
+    if issubclass(kind, Tagged) and isinstance(data, str):
+        data = {"kind": data}
     if not is_mapping(data):
         raise ConfigError(f"'{where}' must be a mapping of settings, got {data!r}.")
     if issubclass(kind, Tagged):

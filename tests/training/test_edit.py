@@ -2,13 +2,20 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from seeing_toys import SeeingWorld, denoising_policy, token_policy
 from steps_world import StepsWorld
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.interventions import ActingAgent
 from robopolicy.core.player import PolicyActor
+from robopolicy.core.policy import to_tensors
+from robopolicy.core.randomness import Generators, derive_seed
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE, TASK, Field
 from robopolicy.core.transitions import Transitions
@@ -16,15 +23,16 @@ from robopolicy.policies import load_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.configuration import CalQlConfig, RlpdConfig, SacConfig
+from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.edit import Edit, expected_minimum
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training import online
-from robopolicy.training.base_imitation import BaseImitation, successful
+from robopolicy.training.base_imitation import BaseImitation, successful, worth_imitating
 from robopolicy.training.configuration import EditOnlineConfig, OnlineConfig
 from robopolicy.training.critics import AgentPolicy, interface_of
 from robopolicy.training.editing import EditedPolicy, require_sac
 from robopolicy.training.online import ReplayBuffer, explores, learn_online
-from robopolicy.training.online_methods import plays_base
+from robopolicy.training.online_methods import EditsChunks, OnlineStart, plays_base
 
 FIELDS, ACTION = {STATE: Field((1,))}, Field((1,), low=-1.0, high=1.0)
 CHUNK, COUNT = 2, 3
@@ -334,3 +342,80 @@ def test_a_policy_in_training_can_be_explored_with_as_it_is_now():
         for weight in policy.agent.parameters():
             weight.add_(1.0)
     assert torch.equal(frozen(observation(), state, generator(2)), before)
+
+
+@pytest.mark.parametrize("make", [denoising_policy, token_policy])
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_critics_see_through_the_encoder_as_it_was_when_they_began(make, ratio, tmp_path):
+    """Any policy is edited, with instructions and cameras; a base that learns keeps its critics' encoder beside."""
+    world = SeeingWorld(4)
+    base = make(world, cameras=True).eval()
+    method = EditsChunks(EditOnlineConfig(candidates=2, base_utd_ratio=ratio))
+    section = SimpleNamespace(batch_size=8, pretrain_steps=0, chunk=1)
+    begin = OnlineStart(
+        base, world.spec, "rlpd", SMALL, section, 0, torch.device("cpu"), lambda: None, lambda agent, data: None
+    )
+    policy = method.start(begin).policy
+    assert policy.interface.feature_size and policy.interface.size == 2 + 2 + policy.interface.feature_size
+    config = replace(QUICK, steps=40, warmup=12, evaluate_at=())
+    assert learn_online(policy, world, plays_base(policy), config).updates > 10
+    policy.save(tmp_path)
+    assert (tmp_path / "encoder").exists() == bool(ratio)
+    loaded, seen = load_policy(tmp_path), to_tensors(world.reset(seeds=np.arange(4)))
+    own, theirs = (each.act(seen, generator(4)).actions for each in (policy, loaded))
+    assert torch.allclose(own, theirs, atol=1e-6)
+
+
+def test_of_recordings_demonstrations_and_interventions_are_imitated():
+    """Two episodes of three steps: the policy's own until an intervention at the end, and one that failed."""
+    human, own = int(ActingAgent.HUMAN), int(ActingAgent.POLICY)
+    episodes = Episodes(
+        observation_fields=FIELDS,
+        action_field=ACTION,
+        fps=10.0,
+        observation={STATE: torch.zeros(8, 1)},
+        actions=torch.zeros(6, 1),
+        lengths=torch.tensor([3, 3]),
+        tasks=("", ""),
+        rewards={"success": torch.zeros(6)},
+        step_success=torch.tensor([False, False, True, False, False, False]),
+        terminated=torch.tensor([True, False]),
+        final_known=torch.ones(2, dtype=torch.bool),
+        actor=torch.tensor([own, own, human, own, own, own]),
+        segment=torch.tensor([0, 0, 2, 0, 0, 0]),
+    )
+    interface = interface_of(denoising(), FIELDS, ACTION, ("",), chunk=1)
+    decisions = recorded_decisions(episodes, interface, 0.9)
+    assert decisions.step[worth_imitating(decisions)].tolist() == [2]
+    unknown = replace(episodes, actor=None, segment=None)
+    decisions = recorded_decisions(unknown, interface, 0.9)
+    assert decisions.step[worth_imitating(decisions)].tolist() == [0, 1, 2]
+
+
+def test_recorded_chunks_get_candidates_of_the_base_at_what_followed():
+    base, method = denoising(), EditsChunks(EditOnlineConfig(candidates=COUNT))
+    policy, steps = edited(base=base), 12
+    draws = generator()
+    episodes = Episodes(
+        observation_fields=FIELDS,
+        action_field=ACTION,
+        fps=10.0,
+        observation={STATE: torch.rand(steps + 1, 1, generator=draws)},
+        actions=torch.rand(steps, 1, generator=draws),
+        lengths=torch.tensor([steps]),
+        tasks=("",),
+        rewards={"success": torch.zeros(steps)},
+        step_success=torch.ones(steps, dtype=torch.bool),
+        terminated=torch.tensor([True]),
+        final_known=torch.ones(1, dtype=torch.bool),
+    )
+    data = method.recorded(policy, episodes, SimpleNamespace(seed=0, device=torch.device("cpu")))
+    assert data.next_candidates.shape == (len(data), COUNT, CHUNK)
+    twin = Generators(derive_seed(0, "online/recorded candidates"))["propose"]
+    expected = base.act(
+        {STATE: data.next_state.repeat_interleave(COUNT, 0)[:, None], TASK: [""] * COUNT * len(data)}, twin
+    ).actions
+    assert torch.allclose(data.next_candidates.flatten(0, 1), expected[..., 0], atol=1e-5)
+    before = policy.agent.critics.members.weights[0].clone()
+    figures = policy.agent.update(data.draw(16, draws), draws)
+    assert 0 <= float(figures["edited"]) <= 1 and not torch.equal(policy.agent.critics.members.weights[0], before)
