@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from seeing_toys import SeeingWorld, denoising_policy, token_policy
+from seeing_toys import SeeingWorld, denoising_policy
 from steps_world import StepsWorld
 
 from robopolicy.core.episodes import Episodes
@@ -123,18 +123,19 @@ def test_the_target_is_that_of_the_best_of_base_chunks_and_edits_row_by_row():
 
 @pytest.mark.checks("EXPO")
 def test_the_edit_actor_climbs_the_mean_of_the_critics_with_entropy():
-    """The gradient against autograd of the formula: E[temperature log pi(e | s, a) - mean_i Q_i(s, a + scale e)]."""
+    """Its loss: E[temperature log pi(e | s, a) - mean_i Q_i(s, a + scale e)]."""
     agent, data, seen = agent_of(), chunks(), {}
     agent.step = lambda name, loss: seen.setdefault(name, loss)
     agent.ascend(data.state, *agent.proposed(data, generator(3)))
     edit, density = agent.actor.sample(torch.cat([data.state, data.action], 1), generator(3))
     q = agent.critics(data.state, (data.action + 0.3 * edit).clamp(-1, 1)).mean(0)
-    assert float(seen["actor"]) == pytest.approx(float((0.1 * density - q).mean()), abs=1e-6)
+    assert float(seen["actor"].detach()) == pytest.approx(float((0.1 * density - q).detach().mean()), abs=1e-6)
     assert agent.target_entropy == -CHUNK / 2
     temperature = -(agent.log_temperature.exp() * (density - CHUNK / 2)).mean()
-    assert float(seen["temperature"]) == pytest.approx(float(temperature), abs=1e-6)
+    assert float(seen["temperature"].detach()) == pytest.approx(float(temperature.detach()), abs=1e-6)
 
 
+@torch.no_grad()
 def test_edits_are_bounded_and_stay_in_the_range_of_actions():
     agent, base = agent_of(scale=0.25), 2 * torch.rand(200, CHUNK, generator=generator()) - 1
     changed = agent.edited(torch.zeros(200, 1), base, generator())[0]
@@ -225,7 +226,7 @@ def test_a_base_that_learns_imitates_successful_chunks_and_its_candidates_are_sa
     def noted(self, columns, rows):
         imitated.append(rows)
         batch = own_batch(self, columns, rows)
-        assert torch.equal(batch["actions"][:, :CHUNK, 0], columns["action"][rows])
+        assert torch.allclose(batch["actions"][:, :CHUNK, 0], columns["action"][rows], atol=1e-6)
         assert batch["action_valid"][:, :CHUNK].all()
         assert torch.equal(batch["action_valid"][:, CHUNK], columns["next_known"][rows])
         assert torch.equal(batch["observation"][STATE][:, -1], columns["state"][rows])
@@ -344,12 +345,11 @@ def test_a_policy_in_training_can_be_explored_with_as_it_is_now():
     assert torch.equal(frozen(observation(), state, generator(2)), before)
 
 
-@pytest.mark.parametrize("make", [denoising_policy, token_policy])
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_critics_see_through_the_encoder_as_it_was_when_they_began(make, ratio, tmp_path):
-    """Any policy is edited, with instructions and cameras; a base that learns keeps its critics' encoder beside."""
+def test_critics_see_through_the_encoder_as_it_was_when_they_began(ratio, tmp_path):
+    """With instructions and cameras; a base that learns keeps its critics' encoder beside."""
     world = SeeingWorld(4)
-    base = make(world, cameras=True).eval()
+    base = denoising_policy(world, cameras=True).eval()
     method = EditsChunks(EditOnlineConfig(candidates=2, base_utd_ratio=ratio))
     section = SimpleNamespace(batch_size=8, pretrain_steps=0, chunk=1)
     begin = OnlineStart(
