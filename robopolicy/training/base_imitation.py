@@ -7,7 +7,7 @@ samples the stored candidates of all next states anew.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,8 @@ class BaseImitation:
                 "The base policy also predicts steps before the first executed one, which the online buffer does not "
                 "store: set online.method.base_utd_ratio=0, which freezes it."
             )
-        self.base, self.interface, self.share, self.batch = base, interface, share, batch
+        self.base, self.interface = base, interface
+        self.share, self.batch = share, batch
         self.recorded: Decisions | None = None
         self.demonstrated = torch.zeros(0, dtype=torch.int64)
         self.weights = list(weights)
@@ -76,7 +77,7 @@ class BaseImitation:
         spec = self.base.spec
         columns: dict[str, Tensor] = {}
         for key in spec.observation:
-            columns[prefix + key] = observation[key]
+            columns[prefix + key] = cast(Tensor, observation[key])
         places = {text: place for place, text in enumerate(spec.instructions)}
         device = next(iter(columns.values())).device
         columns[prefix + TASK] = torch.tensor([places.get(str(text), 0) for text in observation[TASK]], device=device)

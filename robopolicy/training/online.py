@@ -251,7 +251,8 @@ class Online:
         self.wave += 1
         player.start_batch(episode_seeds(seed, f"online/{self.wave}", count))
         self.explorer.ahead = None
-        first, updates, successes = self.episodes, self.updates, np.zeros(rows, dtype=bool)
+        first, updates = self.episodes, self.updates
+        successes = np.zeros(rows, dtype=bool)
         self.episodes += count
         turns: list[tuple[Tensor, Tensor]] = []
         self.figures = {}  # a wave logs its own, as it would after a kill

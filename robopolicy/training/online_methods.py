@@ -27,7 +27,7 @@ from robopolicy.rl.offline.edit import Edit
 from robopolicy.rl.offline.interface import Interface, recorded_range
 from robopolicy.training.base_imitation import BaseImitation
 from robopolicy.training.configuration import ActionsOnlineConfig, DsrlOnlineConfig, EditOnlineConfig
-from robopolicy.training.critics import AgentPolicy, SteeredPolicy, critic_interface, interface_of, steer
+from robopolicy.training.critics import AgentPolicy, RunsAgent, SteeredPolicy, critic_interface, interface_of, steer
 from robopolicy.training.editing import EditedPolicy, require_sac
 from robopolicy.training.online import Begins, Frozen, explores, plays_agent, plays_noise, plays_policy
 
@@ -36,7 +36,7 @@ from robopolicy.training.online import Begins, Frozen, explores, plays_agent, pl
 class InitialState:
     """Initial state of online learning: the learner, the policy of the warm-up, and the recorded action chunks."""
 
-    policy: Any
+    policy: RunsAgent
     frozen: Frozen
     begins: Begins
     recorded: Transitions | None = None
@@ -68,10 +68,10 @@ class OnlineStart:
         return self.given
 
 
-class OnlineMethod(ABC):
+class OnlineMethod[Learner: RunsAgent](ABC):
     """One method of online learning; `config` has its settings.
 
-    learns: class of the policies that it trains.
+    learns: class of the policies that it trains, `Learner`; needs_policy: whether there must be a policy to start from.
     """
 
     learns: ClassVar[type]
@@ -86,22 +86,22 @@ class OnlineMethod(ABC):
         method cannot improve it.
         """
 
-    def resume(self, policy: Any, start: OnlineStart) -> InitialState:
+    def resume(self, policy: Learner, start: OnlineStart) -> InitialState:
         """Return the initial state for a policy that this method has trained before."""
         episodes = start.episodes()
         recorded = None if episodes is None else self.recorded(policy, episodes, start)
         return InitialState(policy, self.frozen(policy), "already", recorded)
 
-    def frozen(self, policy: Any) -> Frozen:
+    def frozen(self, policy: Learner) -> Frozen:
         """Return how a policy that this method has trained explores now, unchanged by later training."""
         return plays_agent(copy.deepcopy(policy.agent))
 
-    def recorded(self, policy: Any, episodes: Episodes, start: OnlineStart) -> Transitions:
+    def recorded(self, policy: Learner, episodes: Episodes, start: OnlineStart) -> Transitions:
         """Return the action chunks of recorded episodes as the policy's agent learns from them."""
         return recorded_decisions(episodes, policy.interface, policy.agent.discount).transitions
 
 
-class SteersNoise(OnlineMethod):
+class SteersNoise(OnlineMethod[SteeredPolicy]):
     """DSRL: the agent chooses the initial noise of a frozen diffusion or flow policy."""
 
     learns: ClassVar[type] = SteeredPolicy
@@ -127,7 +127,7 @@ class SteersNoise(OnlineMethod):
         return super().frozen(policy) if bool(policy.steers) else plays_noise(policy)
 
 
-class ChoosesActions(OnlineMethod):
+class ChoosesActions(OnlineMethod[AgentPolicy]):
     """RLPD and WSRL: the agent chooses the actions itself."""
 
     learns: ClassVar[type] = AgentPolicy
@@ -152,7 +152,7 @@ class ChoosesActions(OnlineMethod):
         return InitialState(acting, plays_agent(copy.deepcopy(agent)), "recorded", data)
 
 
-class EditsChunks(OnlineMethod):
+class EditsChunks(OnlineMethod[EditedPolicy]):
     """EXPO: an edit actor changes the chunks of a base policy, frozen or trained by imitation; the best by Q of all
     acts.
     """
@@ -233,6 +233,6 @@ def interface_for(given: Policy | None, world: WorldSpec, episodes: Episodes | N
     return Interface(episodes.observation_fields, episodes.action_field, chunk=chunk, instructions=tasks, bounds=bounds)
 
 
-def method_of(policy: Any, methods: Kinds) -> str:
+def method_of(policy: Policy | None, methods: Kinds) -> str:
     """Return the name of the registered method that trains policies of this class, "" if there is none."""
     return next((name for name in methods if type(policy) is methods.builds(name).learns), "")

@@ -118,7 +118,7 @@ def initialise(
 ) -> InitialState:
     """Build the learner, or resume an earlier one, and train it on recorded data."""
     section = config.online
-    method: OnlineMethod = ONLINE_METHODS.builds(section.method.kind)(section.method.config)
+    method: OnlineMethod[Any] = ONLINE_METHODS.builds(section.method.kind)(section.method.config)
     generators = Generators(derive_seed(config.run.seed, "online/pretrain"), device)
 
     def fit(agent: OfflineAgent, data: Transitions) -> None:

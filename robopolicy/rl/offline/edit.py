@@ -115,16 +115,16 @@ class Edit(Sac):
     def regulariser(
         self, batch: Transitions, values: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return SAC's regulariser; its metrics include the share of targets whose chunk is an edit."""
+        """Return SAC's regulariser, [], of values [N, B]; the metrics include the share of targets that are edits."""
         penalty, figures = super().regulariser(batch, values, generator)
         return penalty, {**figures, "edited": self.edited_share}
 
     def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Raise DataError: without chunks of a base policy there is nothing to edit."""
+        """Raise DataError: in states [B, S] without chunks of a base policy there is nothing to edit."""
         raise DataError("The edit agent edits a base policy's chunks and has no actions of its own: use choose().")
 
     def value(self, state: Tensor) -> Tensor:
-        """Raise DataError, as `act`."""
+        """Raise DataError in all states [B, S], as `act`."""
         raise DataError("The edit agent's values are those of a base policy's chunks: use scores().")
 
 
