@@ -72,6 +72,8 @@ def own_arm(name: str, drawn: bool) -> Arm:
 
     def start() -> None:
         with quiet():
+            if drawn:  # robosuite draws in the graphics context that is current, whoever made it
+                environment.env.sim._render_context_offscreen.gl_ctx.make_current()
             environment.seed(0)
             environment.reset()
             environment.set_init_state(initial_states(task)[0])

@@ -311,6 +311,36 @@ def test_fixtures_stand_as_the_protocol_says():
     assert not np.array_equal(cabinet(0, protocol="lerobot"), cabinet(1, protocol="lerobot"))
 
 
+@needs_libero
+@pytest.mark.long
+def test_the_original_look_is_robosuites_picture_turned_by_180_degrees():
+    from sims.suites.libero_environment import LiberoEnvironment
+    from sims.suites.libero_scene import tasks_of
+
+    name = "libero_goal:7"
+    options = {"use_camera_obs": True, "has_offscreen_renderer": True, "camera_heights": 64, "camera_widths": 64}
+    task = tasks_of(name)[0]
+    theirs = official(task, **options)
+    ours = LiberoEnvironment(name, protocol="openpi", look="original")
+    raw = restarted(theirs, task, 0)
+    ours.reset(seed=0)
+    for number in range(3):
+        for camera, key in (("image", "agentview_image"), ("image2", "robot0_eye_in_hand_image")):
+            drawn = ours.painter.image(camera, 64, 64)
+            assert np.array_equal(drawn, raw[key][::-1, ::-1]), (number, camera)
+        action = np.array([0.4, -0.8, -0.6, 0.1, 0.0, 0.3, 1.0])
+        # robosuite draws in the graphics context that is current, whoever made it
+        theirs.env.sim._render_context_offscreen.gl_ctx.make_current()
+        raw = theirs.step(action)[0]
+        ours.step(action)
+    light = LiberoEnvironment(name, protocol="openpi")
+    light.reset(seed=0)
+    ours.reset(seed=0)
+    pair = (each.painter.image("image", 64, 64).astype(float) for each in (light, ours))
+    assert 0.1 < np.abs(np.subtract(*pair)).mean() < 6.0
+    theirs.close()
+
+
 class Wander:
     """A controller that moves the gripper at random, for recordings."""
 
