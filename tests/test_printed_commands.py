@@ -40,7 +40,7 @@ TOGETHER = {
     "collect.chains": "policy that records", "collect.correct.no_progress_steps": "policy",
     "collect.correct.max_policy_steps": "policy",
     "online.dataset": "method", "online.extra_datasets": "method", "online.offline_ratio": "method",
-    "offline.data": "model",
+    "offline.data": "model", "success.relabelled": "classifier", "world.success_reward": "success",
     "gate.evaluators": "not none", "policy.token.lora_rank": "model", "pipeline.changes.offline": "stages",
 }  # fmt: skip
 """Settings that compose beside another one alone, which the texts name; here their names are checked."""

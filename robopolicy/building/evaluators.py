@@ -37,6 +37,7 @@ from robopolicy.rl.offline.decisions import recorded_decisions, value_bound
 from robopolicy.rl.offline.fqe import FqeConfig
 from robopolicy.rl.offline.iql import Iql
 from robopolicy.runs import default_path, output
+from robopolicy.success.relabelling import relabelled_by
 from robopolicy.training.critics import critic_interface, fit_agent
 
 CRITICS = frozenset({"fqe", "critic"})
@@ -44,14 +45,15 @@ CRITICS = frozenset({"fqe", "critic"})
 
 
 def gate_episodes(config: Config, policy: Policy, device: torch.device) -> Episodes | None:
-    """Return the episodes of gate.data (default: the output of collect), renamed as for `policy`; None if no evaluator
-    uses recorded data.
+    """Return the episodes of gate.data (default: the output of collect), renamed as for `policy` and with the success
+    of the classifier world.success, if given; None if no evaluator uses recorded data.
     """
     if set(config.gate.evaluators) <= {"model", "world"}:
         return None
-    return Episodes.concatenate(
+    episodes = Episodes.concatenate(
         [read_dataset(path, rename=renaming_of(policy)) for path in gate_data_paths(config)]
-    ).to(device)
+    )
+    return relabelled_by(config.world.success, episodes).to(device)
 
 
 def gate_data_paths(config: Config) -> tuple[Path, ...]:

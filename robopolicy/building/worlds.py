@@ -33,6 +33,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive_seed
 from robopolicy.core.spec import (
     DEFAULT_IMAGE_SIZE,
+    IMAGE_PREFIX,
     LATENCY,
     QUEUE,
     TASK,
@@ -51,6 +52,8 @@ from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.data.lookahead import LookaheadController
 from robopolicy.policies.abilities import MapsFeatures
 from robopolicy.rl.critic import Critic, state_critic
+from robopolicy.success.classifier import require_input, shared_classifier
+from robopolicy.success.world import with_classifier
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
 from sims.names import suite_of
@@ -118,9 +121,17 @@ def _made_world(
     if section.name == DEMONSTRATIONS and section.cameras and policy is not None:
         section = replace(section, cameras=tuple(dict.fromkeys((*section.cameras, *policy.spec.cameras))))
     if section.name in (WORLD_MODEL, DEMONSTRATIONS):
+        if section.success is not None:
+            raise ConfigError(
+                f"world.success does not apply to world.name={section.name}, whose success comes from its files: "
+                "relabel the data with robopolicy success DATASET success.classifier=PATH success.relabelled=FOLDER, "
+                "and use or train on that."
+            )
         return world_from_files(section, rows, history, seed, device, renaming_of(policy))
     options: dict[str, Any] = {"seed": seed, "history": history, **section.options}
     camera_options = _shown(section, policy, filmed)
+    if section.success is not None:
+        return _classified_world(section, rows, options, camera_options, device)
     try:
         world = make_world(section.name, rows, **{**options, **camera_options})
     except CameraError as error:
@@ -143,6 +154,59 @@ def _made_world(
             stacklevel=3,
         )
     return world
+
+
+def _classified_world(
+    section: WorldSection,
+    rows: int,
+    options: dict[str, Any],
+    camera_options: dict[str, Any],
+    device: torch.device | str,
+) -> World:
+    """Return the world with the success of the classifier at section.success, which may read further cameras.
+
+    The world does not end episodes at its own success, if it has an option for that; a note says so if it has none.
+    """
+    assert section.success is not None
+    classifier = shared_classifier(section.success, device)
+    shown = tuple(camera_options.get("cameras", ()))
+    added = {camera: size for camera, size in classifier.image_sizes.items() if camera not in shown}
+    if added:
+        cameras, size = (*shown, *added), camera_options.get("image_size")
+        given: dict[str, Any] = {} if size is None else size if isinstance(size, dict) else dict.fromkeys(shown, size)
+        camera_options = image_options(image_sizes(cameras, {**given, **added}))
+    try:
+        try:
+            world = make_world(section.name, rows, **{**options, **camera_options, "terminate_on_success": False})
+        except CameraError:
+            raise
+        except ConfigError as error:
+            if "terminate_on_success" not in str(error):
+                raise
+            world = make_world(section.name, rows, **{**options, **camera_options})
+            warnings.warn(
+                f"'{section.name}' ends episodes at its own success as well: it has no option terminate_on_success.",
+                RobopolicyNote,
+                stacklevel=4,
+            )
+    except CameraError as error:
+        missing = [camera for camera in classifier.image_sizes if camera not in error.known]
+        if not missing:
+            raise
+        require_input(IMAGE_PREFIX + missing[0], {IMAGE_PREFIX + camera: None for camera in error.known})
+        raise
+    try:
+        return with_classifier(
+            world,
+            classifier,
+            section.success,
+            hidden=tuple(added),
+            terminate=bool(section.options.get("terminate_on_success", True)),
+            only_reward=section.success_reward,
+        )
+    except RobopolicyError:
+        world.close()
+        raise
 
 
 def _shown(section: WorldSection, policy: Policy | None, filmed: bool) -> dict[str, Any]:
@@ -358,7 +422,7 @@ def build_lookahead(
     if not decides_ahead and (steps == 1 or not isinstance(world, Snapshots)):
         return controller
     options = {"history": world.spec.history, **without_latency(section.options)}
-    like = replace(section, cameras=(), options=options)
+    like = replace(section, cameras=(), options=options, success=None, success_reward=False)
     try:
         lookahead_world = build_world(
             replace(like, options={**options, "terminate_on_success": False}), batch_size=world.batch_size

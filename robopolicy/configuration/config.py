@@ -23,6 +23,7 @@ from robopolicy.configuration.sections.recorded import (
 )
 from robopolicy.configuration.sections.run import RunSection, WorkersSection, WorldSection
 from robopolicy.configuration.sections.serve import DriveSection, ServeSection
+from robopolicy.configuration.sections.success import SuccessSection
 from robopolicy.configuration.sections.tools import (
     AlgorithmsSection,
     BenchSection,
@@ -65,6 +66,7 @@ class Config:
     optimize: OptimizeSection = field(default_factory=OptimizeSection)
     inference: InferenceSection = field(default_factory=InferenceSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
+    success: SuccessSection = field(default_factory=SuccessSection)
     rank: RankSection = field(default_factory=RankSection)
     serve: ServeSection = field(default_factory=ServeSection)
     drive: DriveSection = field(default_factory=DriveSection)

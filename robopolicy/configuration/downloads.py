@@ -11,10 +11,18 @@ from robopolicy.core.hub import PREFIX, Kind, local_folder
 from robopolicy.core.structured import Tagged
 
 CHECKPOINTS = frozenset(
-    ("policy", "base", "model", "models", "policies", "candidate", "incumbent", "teacher", "encoder", "path")
+    (
+        *("policy", "base", "model", "models", "policies", "candidate", "incumbent", "teacher", "encoder", "path"),
+        *("classifier", "success"),
+    )
 )
 """Names of settings that contain checkpoints, in any section."""
-DATASETS = frozenset(("data", "dataset", "extra_datasets", "reference_dataset", "merge", "source", "expert_datasets"))
+DATASETS = frozenset(
+    (
+        *("data", "dataset", "extra_datasets", "reference_dataset", "merge", "source", "expert_datasets"),
+        *("positives", "negatives"),
+    )
+)
 """Names of settings that contain datasets, in any section."""
 NAMES = ("check.target",)
 """Settings that are names as well as checkpoints: USER/NAME may be the task of a suite, so only hf:// is the hub."""

@@ -30,7 +30,8 @@ class Step:
     name -> [B, C], zero where not valid; valid: [B, C], False after a row has ended; terminated: [B] the task ended (no
     bootstrap); truncated: [B] a time limit (bootstrap); success: [B] the episode has succeeded so far. A row that ended
     before the call keeps its flags and observation, with no valid step. World models add horizon_end [B] (the imagined
-    rollout was cut off: bootstrap, never a real end) and uncertainty [B, C].
+    rollout was cut off: bootstrap, never a real end) and uncertainty [B, C]. Where a classifier supplies success,
+    own_success [B] is the world's own, if it reports one.
     """
 
     observation: Observation
@@ -42,6 +43,7 @@ class Step:
     success: Array
     horizon_end: Array | None = None
     uncertainty: Array | None = None
+    own_success: Array | None = None
 
     @property
     def ended(self) -> Array:
@@ -161,6 +163,18 @@ class Renders(Protocol):
 def can_render(world: object) -> "TypeIs[Renders]":
     """Whether `world` can be rendered: it is a `Renders` and does not declare `draws = False`."""
     return isinstance(world, Renders) and getattr(world, "draws", True)
+
+
+@runtime_checkable
+class ClassifiesSuccess(Protocol):
+    """A world whose success is decided by a classifier."""
+
+    @property
+    def success_classifier(self) -> Mapping[str, Any]:
+        """JSON-ready description: checkpoint, hold, false_accepts (its measured rate), max_false_accepts, and whether
+        the world itself reports success.
+        """
+        ...
 
 
 @runtime_checkable

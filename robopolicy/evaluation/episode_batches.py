@@ -31,7 +31,8 @@ from robopolicy.core.world import Controller, Step, World
 class EpisodeBatch:
     """Outcomes of n episodes, each [n]: success, cut (imagination truncated early) bool; returns; lengths in steps; the
     instructions, as the world gave them; outside: [1 + A] counts of actions beyond the bounds, see
-    `OutsideBounds.counts`, None if not counted.
+    `OutsideBounds.counts`, None if not counted; own_success: the world's own success [n], where a classifier supplies
+    `success`.
     """
 
     success: np.ndarray
@@ -40,6 +41,7 @@ class EpisodeBatch:
     cut: np.ndarray
     instructions: tuple[str, ...]
     outside: np.ndarray | None = None
+    own_success: np.ndarray | None = None
 
 
 def episode_batches(seeds: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
@@ -109,6 +111,7 @@ def play_episode_batch(
         truncated[:count],
         instructions,
         outside_bounds.counts,
+        None if step.own_success is None else step.own_success[:count].copy(),
     )
 
 

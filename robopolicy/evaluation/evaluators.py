@@ -25,7 +25,7 @@ from robopolicy.core.returns import returns_to_go
 from robopolicy.core.segments import quantile
 from robopolicy.core.world import World
 from robopolicy.evaluation.episode_batches import BatchPlayer
-from robopolicy.evaluation.success import evaluate_policy, require_success
+from robopolicy.evaluation.success import EvaluationResult, evaluate_policy, require_success
 from robopolicy.rl.offline.decisions import Decisions, actions_at, observations_at
 from robopolicy.rl.offline.fqe import FittedQ, FqeConfig, fit_q
 from robopolicy.rl.offline.interface import Interface
@@ -37,7 +37,8 @@ class ModelEvaluator:
     world: an imagined world, or the real one with `trials`, for a short online phase; seeds: [S] of its initial states;
     by: "success" or "return"; independent: whether the candidates were not trained in it; as_inside: a policy -> its
     form in that world, for example without its encoder; players: a policy -> what plays it there on workers, None to
-    play in this process. `env_steps` counts the control steps of trials. Raises ConfigError for success in a world that
+    play in this process. `env_steps` counts the control steps of trials; `classified` are the results whose success a
+    classifier supplied. Raises ConfigError for success in a world that
     does not report it.
     """
 
@@ -65,6 +66,7 @@ class ModelEvaluator:
         self.as_inside = as_inside
         self.players = players
         self.trials, self.env_steps = trials, 0
+        self.classified: list[EvaluationResult] = []
         self.name = f"{by} in {'trials of' if trials else 'the'} {world.spec.name}"
 
     def values(self, policy: Policy) -> Array:
@@ -79,6 +81,8 @@ class ModelEvaluator:
             players=self.players(policy),
         )
         self.env_steps += result.steps if self.trials else 0
+        if result.classifier is not None:
+            self.classified.append(result)
         return result.success.astype(np.float64) if self.by == "success" else result.returns
 
 

@@ -20,6 +20,7 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Policy
+from robopolicy.evaluation.classified import reason_to_refuse
 from robopolicy.evaluation.intervals import mean_interval
 
 
@@ -147,6 +148,8 @@ class Gate:
     def decide(self, candidate: Policy, incumbent: Policy) -> GateResult:
         """Score both policies with every evaluator, and decide whether the candidate may replace the incumbent.
 
+        Trials whose success a classifier supplies count only if it keeps its false-accept rate (`reason_to_refuse`).
+
         Raises DataError when an evaluator's values are not finite or do not pair.
         """
         before, fit_counts = _trials(self.judges), [len(_clipped(judge)) for judge in self.judges]
@@ -162,10 +165,11 @@ class Gate:
             )
             for judge in self.judges
         ]
+        refusals = [text for judge in self.judges if (text := reason_to_refuse(getattr(judge, "classified", ())))]
         return GateResult(
-            accepted=all(each.better for each in judgements),
+            accepted=all(each.better for each in judgements) and not refusals,
             judgements=tuple(judgements),
-            reasons=tuple(_reason(each) for each in judgements),
+            reasons=(*(_reason(each) for each in judgements), *refusals),
             env_steps=_trials(self.judges) - before,
             clipped=tuple(
                 share for judge, count in zip(self.judges, fit_counts, strict=True) for share in _clipped(judge)[count:]

@@ -13,6 +13,7 @@ from robopolicy.core.machine import in_bytes
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_errors, read_object, read_text, write_atomic, write_json
 from robopolicy.evaluation import plots
+from robopolicy.evaluation.classifier_page import classifier_cards, classifier_sections, supplied_section
 from robopolicy.evaluation.intervals import plus_minus
 from robopolicy.evaluation.plots import Rate
 from robopolicy.evaluation.tables import (
@@ -155,6 +156,11 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any], addre
             "Points are success rates, bars their Wilson 95 % intervals; all policies are evaluated on the same seeds."
         )
         report.sections.append(Section("Success", caption, svg=plots.success_bars(rates)))
+    if (supplied := supplied_section(evaluated_policies_in(result))) is not None:
+        report.sections.append(Section(**supplied))
+    if "classifier" in result:
+        report.cards += [Card(*each) for each in classifier_cards(result["classifier"])]
+        report.sections += [Section(**each) for each in classifier_sections(result["classifier"], folder.path)]
     _add_conditions(report, result)
     _add_ways(report, result)
     _add_language(report, result)

@@ -23,7 +23,7 @@ from robopolicy.core.player import PlayedStep
 from robopolicy.core.policy import Policy
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.world import Controller, World, task_names
+from robopolicy.core.world import ClassifiesSuccess, Controller, World, task_names
 from robopolicy.evaluation.episode_batches import (
     BatchPlayer,
     EpisodeBatch,
@@ -50,8 +50,9 @@ class EvaluationResult:
     before the episode's end (a failure unless it had succeeded); seconds: wall time; steps: control steps executed;
     reports_success: False if the world does not report success, so that only returns are meaningful; instructions [E]:
     instruction of each episode, () if the world has one instruction; tasks [E]: name of each episode's task, () if the
-    world has one; outside: number of actions beyond the world's
-    bounds and how they were handled, "" for none.
+    world has one; outside: number of actions beyond the world's bounds and how they were handled, "" for none;
+    classifier: description of the classifier that supplies success, as in `core.world.ClassifiesSuccess`, with the
+    world's own success [E] in `own_success` if it reports one.
     """
 
     world: str
@@ -68,6 +69,8 @@ class EvaluationResult:
     instructions: tuple[str, ...] = ()
     outside: str = ""
     tasks: tuple[str, ...] = ()
+    classifier: Mapping[str, Any] | None = None
+    own_success: np.ndarray | None = None
 
     @property
     def episodes(self) -> int:
@@ -139,13 +142,34 @@ class EvaluationResult:
         low, high = self.return_interval
         return f"return {self.returns.mean():.4g} [{low:.4g}, {high:.4g}]"
 
+    def classified(self) -> dict[str, Any]:
+        """Return the classifier that supplies success and its errors in these episodes; {} without one.
+
+        own: the world's own success rate; false_accepts: of the episodes that failed by it, those that the classifier
+        counts as successful; false_rejects: of the successful ones, those that it does not count.
+        """
+        if self.classifier is None:
+            return {}
+        described = {"checkpoint": self.classifier["checkpoint"], "tested": dict(self.classifier["false_accepts"])}
+        described["max_false_accepts"] = self.classifier["max_false_accepts"]
+        if self.own_success is None:
+            return described
+        own, counted = self.own_success, self.success
+        return described | {
+            "own": counted_rate(int(own.sum()), len(own)),
+            "false_accepts": counted_rate(int((counted & ~own).sum()), int((~own).sum())),
+            "false_rejects": counted_rate(int((own & ~counted).sum()), int(own.sum())),
+        }
+
     def summary(self) -> dict[str, Any]:
         """Return the metrics without the per-episode lists, for a metrics line."""
         low, high = self.interval
         instruction_metrics = {"by_instruction": self.by_instruction()} if self.instructions else {}
         if self.tasks:
             instruction_metrics = {"by_task": self.by_task()}
-        beyond = {"actions_outside": self.outside} if self.outside else {}
+        beyond: dict[str, Any] = {"actions_outside": self.outside} if self.outside else {}
+        if self.classifier is not None:
+            beyond["classifier"] = self.classified()
         return {
             "world": self.world,
             "episodes": self.episodes,
@@ -174,6 +198,8 @@ class EvaluationResult:
             per_episode["instructions"] = list(self.instructions)
         if self.tasks:
             per_episode["tasks"] = list(self.tasks)
+        if self.own_success is not None:
+            per_episode["own_success"] = self.own_success.tolist()
         return {**self.summary(), "per_episode": per_episode}
 
     @staticmethod
@@ -195,7 +221,21 @@ class EvaluationResult:
             instructions=tuple(episodes.get("instructions", ())),
             tasks=tuple(episodes.get("tasks", ())),
             outside=data.get("actions_outside", ""),
+            classifier=_description(data["classifier"]) if "classifier" in data else None,
+            own_success=np.asarray(episodes["own_success"], dtype=bool) if "own_success" in episodes else None,
         )
+
+
+def _description(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a classifier's description from `EvaluationResult.classified`."""
+    names = ("checkpoint", "max_false_accepts")
+    return {**{name: figures[name] for name in names}, "false_accepts": figures["tested"]}
+
+
+def counted_rate(count: int, total: int, confidence: float = 0.95) -> dict[str, Any]:
+    """Return a rate with its Wilson interval, JSON-ready; [0, 1] without episodes."""
+    low, high = wilson(count, total, confidence) if total else (0.0, 1.0)
+    return {"count": count, "total": total, "rate": count / total if total else 0.0, "low": low, "high": high}
 
 
 def evaluate_policy(
@@ -257,6 +297,7 @@ class Evaluation:
     deterministic: bool = True
     confidence: float = 0.95
     tasks: tuple[str, ...] = ()
+    classifier: Mapping[str, Any] | None = None
 
     @staticmethod
     def of(
@@ -267,7 +308,9 @@ class Evaluation:
         """
         distinct = _distinct(seeds)
         batches = tuple(episode_batches(distinct, world.batch_size))
-        return Evaluation(world.spec, distinct, batches, deterministic, confidence, task_names(world, distinct))
+        classifier = world.success_classifier if isinstance(world, ClassifiesSuccess) else None
+        tasks = task_names(world, distinct)
+        return Evaluation(world.spec, distinct, batches, deterministic, confidence, tasks, classifier)
 
     @property
     def parts(self) -> list[np.ndarray]:
@@ -281,8 +324,11 @@ class Evaluation:
         returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
         instructions = np.full(len(seeds), "", dtype=object)
         outside_bounds = OutsideBounds(spec)
+        own_success = None if any(wave.own_success is None for wave in played.values()) else np.zeros_like(success)
         for place, index in enumerate(self.batches):
             wave = played[place]
+            if own_success is not None:
+                own_success[index] = wave.own_success
             success[index], returns[index] = wave.success, wave.returns
             lengths[index], truncated[index] = wave.lengths, wave.cut
             outside_bounds.steps += int(wave.lengths.sum())
@@ -303,6 +349,8 @@ class Evaluation:
             instructions=tuple(instructions) if len(spec.goals) > 1 else (),
             outside=outside_bounds.text,
             tasks=self.tasks,
+            classifier=self.classifier,
+            own_success=own_success,
         )
 
 

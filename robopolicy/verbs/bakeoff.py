@@ -5,11 +5,14 @@ For each evaluator in gate.evaluators it reports the rank correlation with the t
 choice, and the error if units agree. It also reports the gate's decision on every pair of policies: the rate of
 accepting one that is no better (false accepts) and of rejecting one that is better (false rejects).
 gate.evaluators=[model,fqe,critic] compares these three. importance needs logged denoising chains and refuses policies
-for which the effective sample size is too small. workers.count=N plays the episodes in N processes, with equal results.
+for which the effective sample size is too small. world.success=CLASSIFIER gate.evaluators=[world] examines a success
+classifier: the evaluator is refused if the classifier accepts more failed episodes than it claims. workers.count=N
+plays the episodes in N processes, with equal results.
 """
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +33,7 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Policy
 from robopolicy.core.world import World
 from robopolicy.evaluation.bakeoff import EvaluatorScore, best_evaluator, score_evaluator
+from robopolicy.evaluation.classified import reason_to_refuse
 from robopolicy.evaluation.evaluators import ModelEvaluator
 from robopolicy.evaluation.gate import ceiling_of
 from robopolicy.evaluation.importance import ImportanceEvaluator
@@ -67,6 +71,7 @@ def compared(config: Config, workers: Workers) -> int:
     recorded = gate_episodes(config, policies[0], device)
     judges = build_evaluators(config, policies[0], recorded, device, elsewhere=elsewhere)
     world = world_for(config, policies[0], device)
+    print_reference(config)
     seeds = evaluation_seeds(config, section.episodes)
     by_success = config.gate.metric == "success"
     if by_success:
@@ -92,6 +97,9 @@ def compared(config: Config, workers: Workers) -> int:
             output.print(f"{name} is not applicable: {error}", markup=False, soft_wrap=True)
             continue
         values[name] = judge_values.mean(1).tolist()
+        if text := reason_to_refuse(getattr(judge, "classified", ())):
+            refusals[name] = text
+            output.print(f"{name} is refused: {text}.", markup=False, soft_wrap=True)
         scores[name] = score_evaluator(
             name,
             np.array(truth),
@@ -109,7 +117,7 @@ def compared(config: Config, workers: Workers) -> int:
              enumerate(zip(names, truth, strict=True))]  # fmt: skip
     print_table("Policies", ("policy", f"true {metric}", *values), table)
     print_table(f"Evaluators, on {len(policies)} policies", HEADER, [_row(score) for score in scores.values()])
-    best = best_evaluator(scores)
+    best = best_evaluator({name: score for name, score in scores.items() if name not in refusals})
     output.print(f"Recommended: {best}." if best else _why_none(scores.values()), soft_wrap=True)
     result: dict[str, Any] = {
         "policies": dict(zip(names, truth, strict=True)),
@@ -124,8 +132,21 @@ def compared(config: Config, workers: Workers) -> int:
 
 
 def world_for(config: Config, policy: Policy, device: torch.device) -> World:
-    """Build the world of the true episodes for policies that read what `policy` reads."""
-    return build_world(config.world, policy, episodes=config.bakeoff.episodes, device=device)
+    """Build the world of the true episodes for policies that read what `policy` reads, with its own success."""
+    section = replace(config.world, success=None, success_reward=False)
+    return build_world(section, policy, episodes=config.bakeoff.episodes, device=device)
+
+
+def print_reference(config: Config) -> None:
+    """Print the reference of a success classifier, and the setting that includes it."""
+    if config.world.success is None:
+        return
+    text = "True performance is the simulator's own success"
+    if "world" in config.gate.evaluators:
+        text += f"; trials (the evaluator world) count the success of the classifier {config.world.success}."
+    else:
+        text += ". To examine the classifier, add trials with its success: gate.evaluators=[world]."
+    output.print(text, markup=False, soft_wrap=True)
 
 
 def in_worker(config: Config, path: str, first: str) -> Built:

@@ -140,10 +140,11 @@ def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> S
     since.
     """
     models = [path for path in (config.plan.model, config.world.model) if path is not None]
+    classifiers = [] if config.world.success is None else [hashes(config.world.success)]
     world = source_of(config.world.name)
     of = {
         "settings": to_yaml(config, decisive(VERB.sections)),
-        "files": [hashes(checkpoint_in(path)) for path in (*policies, *models)],
+        "files": [hashes(checkpoint_in(path)) for path in (*policies, *models)] + classifiers,
         "world": None if world is None else file_hash(world),
     }
     path = folder.path / WAVES

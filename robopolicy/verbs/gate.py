@@ -5,8 +5,10 @@ training. model: episodes in world models (worldmodel.data=[DATASET] worldmodel.
 alone); fqe: a critic fitted to each policy on recorded data; critic: a critic of the recorded actions; importance:
 logged actions weighted by each policy's likelihood (data from collect.chains=true). The candidate is accepted if the
 lower bound of its improvement, by the bootstrap and by Student's t, exceeds gate.margin for every evaluator. The values
-of fqe and critic are rejected as not credible if they exceed those of nine of ten recorded successes. workers.count=N
-plays the episodes in world models in N processes, with equal results. Exit status 0: accepted, 1: rejected.
+of fqe and critic are rejected as not credible if they exceed those of nine of ten recorded successes. Trials (world)
+with the success of a classifier, world.success=PATH, are refused if it accepts more failures than it claims.
+workers.count=N plays the episodes in world models in N processes, with equal results. Exit status 0: accepted, 1:
+rejected.
 """
 
 from robopolicy.building.evaluators import (

@@ -38,6 +38,7 @@ from robopolicy.core.regression import Regressor
 from robopolicy.core.run import RunFolder
 from robopolicy.core.tensors import file_hash
 from robopolicy.core.world import World, can_render
+from robopolicy.evaluation.classifier_page import classifier_text
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.scores import Anchors, normalised_score
 from robopolicy.evaluation.success import (
@@ -317,6 +318,8 @@ def print_evaluations(verdicts: dict[str, PolicyEvaluation]) -> None:
             if mode.outside:
                 kind = "deterministic" if mode.deterministic else "stochastic"
                 output.print(f"{name}, {kind}: {mode.outside}", markup=False, soft_wrap=True)
+        if text := classifier_text(name, verdict.deterministic.summary()):
+            output.print(text, markup=False, soft_wrap=True)
     print_instructions(verdicts)
 
 

@@ -28,6 +28,7 @@ from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.data.lerobot_reading import read_dataset, read_information, require_known
 from robopolicy.rl.offline.decisions import Decisions
 from robopolicy.runs import default_path, output
+from robopolicy.success.relabelling import relabelled_by
 from robopolicy.training.reading import describe_reading, require_fit_of
 from worldmodels import load_world_model
 from worldmodels.heads.state import StepHeads
@@ -44,8 +45,9 @@ def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Ep
     section = config.offline
     first = default_path(config, "collect", "dataset", section.dataset, "offline.dataset")
     require_known(section.rename, (first, *section.extra_datasets))
-    parts = [read_log(first, policy, section, section.exclude_episodes)]
-    parts += [read_log(path, policy, section) for path in section.extra_datasets]
+    success = config.world.success
+    parts = [read_log(first, policy, section, section.exclude_episodes, success)]
+    parts += [read_log(path, policy, section, success=success) for path in section.extra_datasets]
     episodes = Episodes.concatenate(parts)
     draws = torch.Generator().manual_seed(derive_seed(config.run.seed, "offline/holdout"))
     training, held_out = episodes.split(config.gate.holdout, draws)
@@ -53,9 +55,13 @@ def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Ep
     return training.to(device), held_out.to(device)
 
 
-def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple[int, ...] = ()) -> Episodes:
+def read_log(
+    path: Path, policy: Policy, section: OfflineSection, without: tuple[int, ...] = (), success: Path | None = None
+) -> Episodes:
     """Return the episodes of a dataset except those in `without`, with rewards as offline.reward specifies; raises as
     `split_data`.
+
+    success: checkpoint of a classifier that sets success and its reward, None for the recorded ones.
     """
     renaming = section.rename or renaming_of(policy)
     dataset = read_dataset(path, rename=renaming)
@@ -75,6 +81,11 @@ def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple
             require_finite_columns(delayed_episodes, rewards=True)
         except DataError as error:
             raise DataError(f"{path}: {error} offline.exclude_episodes=[NUMBER] excludes episodes.") from error
+    if success is not None:
+        episodes = relabelled_by(success, episodes)
+        assert episodes.success is not None
+        counted = f"{int(episodes.success.sum())} of {len(episodes)} episodes"
+        output.print(f"{path}: {counted} are successful by the classifier {success}.", markup=False, soft_wrap=True)
     return require_rewards(path, with_reward(episodes, section.reward))
 
 

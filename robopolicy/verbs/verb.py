@@ -41,6 +41,7 @@ NAMES = (
     "optimize",
     "pipeline",
     "sweep",
+    "success",
     "evaluate",
     "rank",
     "serve",

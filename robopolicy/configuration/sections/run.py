@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Seed
 from robopolicy.core.structured import REGISTRY
 
@@ -125,12 +126,22 @@ class WorldSection:
     simulator: str = ""
     """Task that provides the initial states of imagined episodes; empty for the one that the model was trained on."""
     imagination: ImaginationSection = field(default_factory=ImaginationSection)
+    success: Path | None = None
+    """Checkpoint of a success classifier (robopolicy success) that replaces the world's own success. In `offline` and
+    `gate` it also relabels recorded episodes.
+    """
+    success_reward: bool = False
+    """With world.success: reward only the classifier's success, with 1, instead of also keeping the world's other
+    reward terms.
+    """
     options: dict[str, Any] = field(default_factory=dict)
     """Additional options of the world, such as world.options.style=3. In any world, latency_steps=d executes every
     action chunk d control steps late and adds the chosen but not yet executed actions to the observation.
     """
 
     def __post_init__(self):
+        if self.success is None and self.success_reward:
+            raise ConfigError("world.success_reward needs a success classifier: set world.success=PATH.")
         if self.image_size is not None:
             from robopolicy.core.spec import image_sizes  # numpy, which help does not wait for
 
@@ -139,6 +150,8 @@ class WorldSection:
 
     def imagined_by(self, model: Path) -> "WorldSection":
         """Return this section with the imagination of the world model at `model` as its world, from the same initial
-        states; the observations are the model's.
+        states; observations and success are the model's.
         """
-        return replace(self, name=WORLD_MODEL, model=model, simulator=self.name, cameras=(), image_size=None)
+        return replace(
+            self, name=WORLD_MODEL, model=model, simulator=self.name, cameras=(), image_size=None, success=None
+        )
