@@ -52,7 +52,7 @@ class SuccessNetwork(Protocol):
         ...
 
     def prepare(self, observation: Mapping[str, Tensor], /) -> Mapping[str, Tensor]:
-        """Return what `forward` and `loss` read, each [N, ...], of an observation, key -> [N, *shape]."""
+        """Return the inputs of `forward` and `loss`, each [N, ...], of an observation, key -> [N, *shape]."""
         ...
 
     def loss(self, inputs: Mapping[str, Tensor], label: Tensor, generator: torch.Generator, /) -> Tensor:

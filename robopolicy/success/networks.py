@@ -50,7 +50,7 @@ class EncoderNetwork(nn.Module):
         return {key: self.encoder.normalizer(key) for key in self.encoder.keys if not key.startswith(IMAGE_PREFIX)}
 
     def prepare(self, observation: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what `forward` and `loss` read: the observation, key -> [N, *shape], unchanged."""
+        """Return the inputs of `forward` and `loss`: the observation, key -> [N, *shape], unchanged."""
         return dict(observation)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:

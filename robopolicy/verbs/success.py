@@ -142,7 +142,7 @@ def read(section: SuccessSection, path: Path, classifier: SuccessClassifier | No
 
 
 def plain(episodes: Episodes) -> Episodes:
-    """Return what all datasets have in common: observations, actions and instructions."""
+    """Return the parts that all datasets have: observations, actions and instructions."""
     return Episodes(
         episodes.observation_fields,
         episodes.action_field,
