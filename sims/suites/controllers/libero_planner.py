@@ -439,7 +439,9 @@ class Planner:
         yield from self.servo(
             self.position + (0.6 if back[2] > 0.099 else 1.0) * back, grasp.rotation, CLOSE, near=0.015
         )
-        if self._origin(name)[2] < start[2] + 0.03:
+        rise, gap = self._origin(name)[2] - start[2], self.data.qpos[7] - self.data.qpos[8]
+        # What is held at its end, such as a pan, hangs down: its origin rises late.
+        if rise < 0.03 and (gap < 0.004 or rise < 0.01):
             self.log.append(f"{name} slipped")
             self._failed.append(grasp)
             return
@@ -664,10 +666,11 @@ class Planner:
             yield from self.fingers(CLOSE, least=8)
         at, facing = self.position, self.rotation
         value = self._value(joint)
+        near = 0.003 if self.model.jnt_type[joint] == mujoco.mjtJoint.mjJNT_SLIDE else 0.04
         idle, best = 0, np.inf
         for _ in range(90):
             rest = target - self._value(joint)
-            if abs(rest) < 0.003 or rest * (target - value) < 0 or idle > 12:
+            if abs(rest) < near or rest * (target - value) < 0 or idle > 12:
                 break
             idle = 0 if abs(rest) < best - 0.0005 else idle + 1
             best = min(best, abs(rest))
