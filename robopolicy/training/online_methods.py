@@ -93,7 +93,7 @@ class OnlineMethod[Learner: RunsAgent](ABC):
         return InitialState(policy, self.frozen(policy), "already", recorded)
 
     def frozen(self, policy: Learner) -> Frozen:
-        """Return how a policy that this method has trained explores now, unchanged by later training."""
+        """Return the exploring policy of one that this method has trained, unchanged by later training."""
         return plays_agent(copy.deepcopy(policy.agent))
 
     def recorded(self, policy: Learner, episodes: Episodes, start: OnlineStart) -> Transitions:
@@ -188,7 +188,7 @@ class EditsChunks(OnlineMethod[EditedPolicy]):
         return super().resume(policy, start)
 
     def imitates(self, policy: EditedPolicy, start: OnlineStart) -> BaseImitation | None:
-        """Return what trains the base, None if it is frozen; raises ConfigError if it cannot be trained."""
+        """Return the trainer of the base, None if it is frozen; raises ConfigError if it cannot be trained."""
         config = self.config
         if not config.base_utd_ratio:
             return None
