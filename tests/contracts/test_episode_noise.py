@@ -24,7 +24,9 @@ from robopolicy.policies.loading import build_policy
 from robopolicy.policies.registry import LEFT_BEHIND, POLICIES
 from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.rl.offline.configuration import AGENTS, RlpdConfig
+from robopolicy.rl.offline.edit import Edit
 from robopolicy.training.critics import AgentPolicy, BestOfPolicy, interface_of, steer
+from robopolicy.training.editing import EditedPolicy
 from sims.engine import MujocoWorld
 from sims.experts import NoisyController, noise_level
 from sims.registry import load_task
@@ -83,6 +85,14 @@ def steering() -> Policy:
     return steer(diffusion(), settings, spec.observation, spec.instructions, bound=2.0, seed=0, kind="rlpd")
 
 
+def editing() -> Policy:
+    spec, _ = shown()
+    base = diffusion()
+    interface = interface_of(base, spec.observation, spec.action, spec.instructions)
+    agent = Edit(RlpdConfig(width=16, depth=1), interface.size, interface.actions, 0, scale=0.3)
+    return EditedPolicy(base, agent, interface, count=3)
+
+
 def planned() -> Policy:
     spec, episodes = shown()
     model = EnsembleModel.build(EnsembleConfig(members=2, width=16, depth=1, head_width=16), spec, episodes, seed=0)
@@ -117,6 +127,7 @@ MAKERS: dict[str, Callable[[], Policy]] = {
     "agent": lambda: AgentPolicy(*agent(), shown()[0].fps),
     "best_of": lambda: BestOfPolicy(diffusion(), *agent(), 3),
     "steered": steering,
+    "edited": editing,
     "planned": planned,
     "mixed": lambda: MixedPolicy(diffusion(), diffusion(), 0.5, "step"),
     "stranger": Stranger,

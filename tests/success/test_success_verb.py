@@ -173,7 +173,19 @@ def test_the_bakeoff_refuses_a_liar_and_keeps_an_honest_classifier(folder, base,
     liar, honest = saved_oracle(tmp_path / "liar", lie=-2.0), saved_oracle(tmp_path / "honest")
     for name, path in (("liar", liar), ("honest", honest)):
         plugins = "run.plugins=[oracle]"
-        assert run(folder, "bakeoff", policies, *small, f"world.success={path}", plugins, f"run.name={name}") == 0
+        assert (
+            run(
+                folder,
+                "bakeoff",
+                policies,
+                "world=reach_planar",
+                *small,
+                f"world.success={path}",
+                plugins,
+                f"run.name={name}",
+            )
+            == 0
+        )
         printed = " ".join(capsys.readouterr().out.split())
         assert "True performance is the simulator's own success" in printed
         refused = result(folder, "bakeoff", name)["refused"]
