@@ -11,7 +11,7 @@ from typing import Any
 from rich.rule import Rule
 
 from robopolicy.building.policies import choose_device, load_trainable
-from robopolicy.building.worlds import build_critic, build_world, collection_world
+from robopolicy.building.worlds import build_collection_world, build_critic
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.run import RunFolder
@@ -274,7 +274,7 @@ def few_iterations(config: Config, base: Path, folder: Path, seed: int) -> Mappi
     learning = narrowed(FinetuneConfig, section)
     policy = load_trainable(base, config.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
-    world = build_world(collection_world(config.world, section), policy, batch_size=section.num_envs, device=device)
+    world = build_collection_world(config, policy, device)
     values = Need.CRITIC in learning.resolved().needs
     critic = build_critic(world, section, seed).to(device) if values else None
     run = RunFolder(folder)

@@ -23,7 +23,7 @@ from robopolicy.benchmarks.runs import chosen_from
 from robopolicy.building.policies import choose_device, load_policy, load_trainable
 from robopolicy.building.shards import TuningWorkers, prepared
 from robopolicy.building.workers import Workers
-from robopolicy.building.worlds import build_world
+from robopolicy.building.worlds import build_collection_world
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import DataError
 from robopolicy.core.pools import Pool, PoolSettings, open_pool
@@ -177,7 +177,7 @@ def collector_of(config: Config, shards: int, workers: Workers) -> Collector:
     config = config.replaced(finetune=replace(config.finetune, shards=shards))
     device = choose_device(config.run)
     policy = prepared(config, load_trainable(path, config.lerobot, device)).eval()
-    world = build_world(config.world, load_policy(path, device), batch_size=config.finetune.shard_envs, device=device)
+    world = build_collection_world(config, load_policy(path, device), device)
     section = narrowed(FinetuneConfig, config.finetune)
     algorithm, draws = build_algorithm(section), torch.Generator(device).manual_seed(0)
     images = "plain" if needs_images(policy, None, algorithm, others=False) else "not"

@@ -17,7 +17,7 @@ import numpy as np
 from robopolicy.building.guidance import acting_guidance_of
 from robopolicy.building.policies import choose_device, load_policy, trainable
 from robopolicy.building.workers import Workers
-from robopolicy.building.worlds import build_world, collection_world
+from robopolicy.building.worlds import build_collection_world, build_world
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, RobopolicyNote
 from robopolicy.core.modules import Weights
@@ -202,8 +202,7 @@ def _built(job: Mapping[str, Any]) -> _Place:
     device = choose_device(config.run)
     _require_same_grounds(job["grounds"])
     base = load_policy(Path(job["policy"]), device)
-    world_section = collection_world(config.world, config.finetune)
-    world = build_world(world_section, base, batch_size=config.finetune.shard_envs, device=device)
+    world = build_collection_world(config, base, device)
     policy = prepared(config, trainable(base, config.lerobot)).eval()
     section = narrowed(FinetuneConfig, config.finetune)
     if Need.MEANS in build_algorithm(section).needs and isinstance(policy, RecordsMeans):

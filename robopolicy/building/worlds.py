@@ -15,6 +15,7 @@ import torch
 
 from robopolicy.building.planning import load_imagining
 from robopolicy.building.policies import adapt_policy_to_world
+from robopolicy.configuration import Config
 from robopolicy.configuration.sections.learn import CRITIC_DEPTH, FinetuneSection
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
 from robopolicy.core.delayed import episodes_for_model, latency_in, steps_ahead, with_latency_of, without_latency
@@ -463,6 +464,12 @@ def collection_world(section: WorldSection, finetune: FinetuneSection) -> WorldS
     if section.name in (WORLD_MODEL, DEMONSTRATIONS):
         return section
     return replace(section, options={**section.options, **finetune.world_options})
+
+
+def build_collection_world(config: Config, policy: Policy, device: torch.device | str = "cpu") -> World:
+    """Build the world in which fine-tuning collects, with the rows of one shard."""
+    section = collection_world(config.world, config.finetune)
+    return build_world(section, policy, batch_size=config.finetune.shard_envs, device=device)
 
 
 def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:

@@ -21,7 +21,7 @@ from robopolicy.building.origins import origin_of_section
 from robopolicy.building.policies import choose_device, load_policy, load_trainable, trainable
 from robopolicy.building.shards import TuningWorkers, prepared
 from robopolicy.building.workers import Workers, open_workers
-from robopolicy.building.worlds import build_critic, build_world, collection_world
+from robopolicy.building.worlds import build_collection_world, build_critic, build_world
 from robopolicy.configuration import Config
 from robopolicy.core import replicas
 from robopolicy.core.errors import ConfigError
@@ -98,7 +98,7 @@ def tune(config: Config, workers: Workers) -> int:
     base_module = base.module if isinstance(base, WrapsModule) else base
     if isinstance(base_module, nn.Module) and not section.fsdp:
         share_frozen(policy, base_module)
-    world = build_world(collection_world(config.world, section), base, batch_size=section.shard_envs, device=device)
+    world = build_collection_world(config, base, device)
     print_memory(config, policy, base, world)
     if by_episode(build_algorithm(learning := narrowed(FinetuneConfig, section)), learning):
         say_replicas(section.minibatch_episodes, "minibatch", "episodes")
@@ -205,7 +205,7 @@ def planned(config: Config) -> MemoryBudget:
     folder = checkpoint_in(path)
     with nullcontext() if light is None else shapes_only():
         base, other = (load_policy(path) if light is None else light.load(folder, weights=False) for _ in range(2))
-        world = build_world(collection_world(config.world, section), base, batch_size=section.shard_envs)
+        world = build_collection_world(config, base)
         policy = prepared(config, trainable(other, config.lerobot))
         budget = memory_of(config, policy, base, world, torch.device("cpu"))
     world.close()
