@@ -12,8 +12,8 @@ from statistics import mean, median
 from typing import Any
 
 KEPT = 0.75
-"""Share of its speed that collection keeps on a worker, by decisions per CPU second: 0.74 to 0.82 from states, where four
-shards have small batches, 0.98 to 1.13 from cameras (`robopolicy bench workers`).
+"""Share of its speed that collection keeps on a worker, by decisions per CPU second: 0.74 to 0.82 from states, in four
+shards with small batches, 0.98 to 1.13 from cameras (`robopolicy bench workers`).
 """
 SENDING = 0.05
 """Seconds in which weights go to the workers of one machine and rollouts come back, measured for push_t."""
