@@ -67,7 +67,7 @@ SUITES = (
         "libero/",
         "libero/<suite>:<task>",
         "sims.suites.libero_suite:make_libero_world",
-        "sims.suites.controllers.libero:make_libero_expert",
+        "sims.suites.controllers.libero:LiberoExpert",
         ("libero", "libero"),
     ),
     Suite("gymnasium:", "gymnasium:<id>", "sims.suites.gymnasium_suite:make_gymnasium_world", imports=True),

@@ -9,14 +9,11 @@ lights.
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
 
-import atexit
-import weakref
-
 import mujoco
 import numpy as np
 
-from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import numpy_generator
+from sims.graphics import open_renderer, without_shadows
 from sims.task import Markers
 
 FREE_CAMERA = ""
@@ -55,26 +52,14 @@ class FrameRenderer:
             mujoco.mj_kinematics(model, data)
             mujoco.mj_camlight(model, data)
             renderer.update_scene(data, -1 if camera == FREE_CAMERA else camera, self._option)
-            renderer.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
-            renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+            without_shadows(renderer)
             renderer.render(out=frames[index])
         return frames
 
     def _renderer(self, height: int, width: int) -> mujoco.Renderer:
         size = (height, width)
         if size not in self._renderers:
-            limit = self._model.vis.global_
-            limit.offheight, limit.offwidth = max(limit.offheight, height), max(limit.offwidth, width)
-            try:
-                self._renderers[size] = mujoco.Renderer(self._model, height, width)
-            except Exception as error:
-                raise ConfigError(
-                    f"MuJoCo could not open a graphics context ({error}). On a machine without a display, install EGL "
-                    "(Debian and Ubuntu: apt-get install libegl1 libgl1) or OSMesa, set MUJOCO_GL=egl or osmesa, and "
-                    "import robopolicy or sims before mujoco."
-                ) from error
-            # Exit handlers run last in, first out: this one must come after the graphics library's own.
-            atexit.register(_close_at_exit, weakref.ref(self))
+            self._renderers[size] = open_renderer(self._model, height, width, self)
         return self._renderers[size]
 
     def close(self) -> None:
@@ -82,12 +67,6 @@ class FrameRenderer:
         for renderer in self._renderers.values():
             renderer.close()
         self._renderers.clear()
-
-
-def _close_at_exit(reference: weakref.ref[FrameRenderer]) -> None:
-    renderer = reference()
-    if renderer is not None:
-        renderer.close()
 
 
 def restyle(model: mujoco.MjModel, style: int, strength: float = 1.0) -> None:

@@ -423,7 +423,7 @@ def build_lookahead(
     if not decides_ahead and (steps == 1 or not isinstance(world, Snapshots)):
         return controller
     options = {"history": world.spec.history, **without_latency(section.options)}
-    like = replace(section, cameras=(), options=options, success=None, success_reward=False)
+    like = replace(section.with_own_success, cameras=(), options=options)
     try:
         lookahead_world = build_world(
             replace(like, options={**options, "terminate_on_success": False}), batch_size=world.batch_size

@@ -19,15 +19,15 @@ from torch import Tensor
 from robopolicy.core.action_bounds import clip_if_bounded
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, DataError, SpecError, in_one_line
+from robopolicy.core.errors import ConfigError, DataError, in_one_line
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.history import initial_window, repeat_last_valid, select, shift_window
 from robopolicy.core.holding import POSITIONS, keeps_value
 from robopolicy.core.origin import WorldOrigin, origin_of
 from robopolicy.core.policy import Policy
-from robopolicy.core.spec import HOLD, LATENCY, LONGEST_LATENCY, QUEUE, Field, Observation, WorldSpec, validate_actions
-from robopolicy.core.stages import Stage
-from robopolicy.core.world import Renders, Rows, Snapshot, Snapshots, Step, World, can_render
+from robopolicy.core.spec import HOLD, LATENCY, LONGEST_LATENCY, QUEUE, Field, Observation, validate_actions
+from robopolicy.core.world import Rows, Snapshot, Snapshots, Step, World
+from robopolicy.core.wrapped_world import WrappedSnapshots, WrappedWorld
 
 _OURS = "latency/"
 
@@ -100,46 +100,26 @@ def steps_ahead(observation: Mapping[str, Field], action: Field) -> int:
     return 0 if queue is None else queue.size // max(action.size, 1)
 
 
-class DelayedWorld:
+class DelayedWorld(WrappedWorld):
     """A `World` that executes chunks `steps` control steps late; create it with `with_latency`.
 
     After a step, a row's queue is that of its last executed control step.
     """
 
     def __init__(self, world: World, steps: int, hold: str):
-        self.world, self.steps = world, steps
         spec, action = world.spec, world.spec.action
         if len(action.shape) != 1:
             raise ConfigError(
                 f"Actions of '{spec.name}' have shape {list(action.shape)}; a latency needs action vectors, [A]."
             )
-        self._spec = replace(spec, observation={**spec.observation, QUEUE: queue_field(action, steps)})
+        super().__init__(world, replace(spec, observation={**spec.observation, QUEUE: queue_field(action, steps)}))
+        self.steps = steps
         rows = world.batch_size
         self._kept = np.array(keeps_value(hold, POSITIONS, action.names, action.size, action.unit))
         self._still = _still(action)
         self._queue = np.zeros((rows, steps, action.size))
         self._fresh = np.ones(rows, dtype=bool)
         self._window = np.zeros((rows, spec.history, steps * action.size), dtype=np.float32)
-
-    @property
-    def spec(self) -> WorldSpec:
-        """Spec of the wrapped world, with the action queue added to the observation."""
-        return self._spec
-
-    @property
-    def batch_size(self) -> int:
-        """Number of rows B."""
-        return self.world.batch_size
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """Stages of the wrapped world; empty if it declares none."""
-        return getattr(self.world, "stages", ())
-
-    @property
-    def draws(self) -> bool:
-        """Whether the world can be rendered."""
-        return can_render(self.world)
 
     def reset(
         self, rows: Rows = None, seeds: Sequence[int] | Array | None = None, options: Mapping[str, Any] | None = None
@@ -178,49 +158,28 @@ class DelayedWorld:
             self._fresh[ran] = False
         return replace(step, observation=self._seen(step.observation), trace={**step.trace, QUEUE: trace})
 
-    def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> Array:
-        """Return uint8 images [R, height, width, 3]; raises ConfigError if the world cannot be rendered."""
-        if not isinstance(self.world, Renders):
-            raise ConfigError(f"'{self.spec.name}' cannot be rendered: it has no render() method.")
-        return self.world.render(rows, camera, height, width)
-
-    def close(self) -> None:
-        """Close the world."""
-        self.world.close()
-
     def _seen(self, observation: Observation) -> Observation:
         return {**observation, QUEUE: self._window.copy()}
 
 
-class DelayedSnapshots(DelayedWorld):
-    """A `DelayedWorld` that supports `Snapshots`."""
+class DelayedSnapshots(DelayedWorld, WrappedSnapshots):
+    """A `DelayedWorld` that supports `Snapshots`; they include the action queues."""
 
-    def snapshot(self, rows: Rows = None) -> Snapshot:
-        """Copy the state of `rows` [R], including their action queues: arrays [R, ...]; see `Snapshots`."""
-        assert isinstance(self.world, Snapshots)
-        index = slice(None) if rows is None else np.asarray(rows)
-        own_arrays = {_OURS + name: array[index].copy() for name, array in self._arrays.items()}
-        return Snapshot({**self.world.snapshot(rows).arrays, **own_arrays})
-
-    def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
-        """Overwrite `rows` [R] with `snapshot`; return the observation of all rows, [B, H, ...].
-
-        Raises SpecError for a snapshot taken with a different delay, and as the world does.
-        """
-        assert isinstance(self.world, Snapshots)
-        arrays = dict(snapshot.arrays)
-        own_arrays = {name: arrays.pop(_OURS + name, None) for name in self._arrays}
-        if any(array is None or array.shape[1:] != self._arrays[name].shape[1:] for name, array in own_arrays.items()):
-            raise SpecError(f"This snapshot is not from a world with {LATENCY}={self.steps}.")
-        observation = self.world.restore(Snapshot(arrays), rows)
-        index = slice(None) if rows is None else np.asarray(rows)
-        for name, array in own_arrays.items():
-            self._arrays[name][index] = array
-        return self._seen(observation)
+    prefix = _OURS
 
     @property
-    def _arrays(self) -> dict[str, Array]:
+    def origin(self) -> str:
+        """Implement `WrappedSnapshots.origin`."""
+        return f"a world with {LATENCY}={self.steps}"
+
+    @property
+    def own_arrays(self) -> dict[str, Array]:
+        """Implement `WrappedSnapshots.own_arrays`: arrays [B, ...]."""
         return {"queue": self._queue, "fresh": self._fresh, "window": self._window}
+
+    def restored(self, observation: Observation, rows: Array) -> Observation:
+        """Implement `WrappedSnapshots.restored`; rows: [R] -> [B, H, ...]."""
+        return self._seen(observation)
 
 
 def queued_actions(snapshot: Snapshot) -> Array | None:

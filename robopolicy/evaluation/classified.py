@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from robopolicy.evaluation.classifier_page import percent
-from robopolicy.evaluation.intervals import wilson
+from robopolicy.evaluation.intervals import percent, wilson
 from robopolicy.evaluation.success import EvaluationResult, counted_rate
 
 CONFIDENCE = 0.9

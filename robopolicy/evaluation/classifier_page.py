@@ -7,6 +7,7 @@ from typing import Any
 
 from robopolicy.core.errors import DataError
 from robopolicy.core.storage import read_object
+from robopolicy.evaluation.intervals import percent
 from robopolicy.evaluation.plots import THIRD, TUNED, as_svg, drawing, new_axes
 
 Sections = Iterator[dict[str, Any]]
@@ -18,14 +19,6 @@ ERRORS = {
     "early_accepts": "counted before success",
 }
 SUPPLIED = ("evaluation", "counted by the classifier", "simulator's own success", "false accepts", "false rejects")
-
-
-def percent(figures: Mapping[str, Any]) -> str:
-    """Return a rate with its interval and counts as text."""
-    if not figures["total"]:
-        return "not measured"
-    interval = f"[{figures['low']:.1%}, {figures['high']:.1%}]"
-    return f"{figures['rate']:.1%} {interval} ({figures['count']} of {figures['total']})"
 
 
 def classifier_cards(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:

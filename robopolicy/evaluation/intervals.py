@@ -5,6 +5,7 @@ the comparison is paired. Axes: E episode.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
@@ -45,6 +46,14 @@ def wilson_bound(rates: np.ndarray, episodes: np.ndarray, confidence: float = 0.
     share = z * z / np.maximum(episodes, 1e-9)
     spread = np.sqrt(share * rates * (1 - rates) + np.square(share) / 4)
     return np.maximum(0.0, (rates + share / 2 - spread) / (1 + share))
+
+
+def percent(figures: Mapping[str, Any]) -> str:
+    """Return a rate with its interval and counts as text."""
+    if not figures["total"]:
+        return "not measured"
+    interval = f"[{figures['low']:.1%}, {figures['high']:.1%}]"
+    return f"{figures['rate']:.1%} {interval} ({figures['count']} of {figures['total']})"
 
 
 def plus_minus(value: float | None, form: str) -> str:

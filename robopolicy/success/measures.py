@@ -78,16 +78,6 @@ def rate(count: int, total: int) -> dict[str, Any]:
     return {"count": count, "total": total, "rate": count / total if total else 0.0, "low": low, "high": high}
 
 
-def rate_text(figures: dict[str, Any]) -> str:
-    """Return a rate with its interval and counts as text."""
-    if not figures["total"]:
-        return "not measured"
-    return (
-        f"{figures['rate']:.1%} [{figures['low']:.1%}, {figures['high']:.1%}] ({figures['count']} of "
-        f"{figures['total']})"
-    )
-
-
 def measure(scores: list[EpisodeScores], threshold: float) -> dict[str, Any]:
     """Return the error rates of episodes: false accepts (failed episodes counted as success), false rejects
     (successful ones not counted), early accepts (before success), precision of accepted episodes, and the mean delay.

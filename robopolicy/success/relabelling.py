@@ -8,7 +8,7 @@ import torch
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.returns import SUCCESS
-from robopolicy.success.classifier import SuccessClassifier
+from robopolicy.success.classifier import SuccessClassifier, shared_classifier
 from robopolicy.success.labels import frames_of
 from robopolicy.success.measures import held_scores
 
@@ -42,6 +42,4 @@ def relabelled(episodes: Episodes, classifier: SuccessClassifier, only_reward: b
 
 def relabelled_by(path: Path | None, episodes: Episodes, only_reward: bool = False) -> Episodes:
     """Return the episodes relabelled by the classifier at `path`; unchanged for None."""
-    from robopolicy.success.classifier import shared_classifier
-
     return episodes if path is None else relabelled(episodes, shared_classifier(path), only_reward)

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.arrays import Array
-from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.errors import SpecError
 from robopolicy.core.returns import SUCCESS
-from robopolicy.core.spec import IMAGE_PREFIX, Observation, WorldSpec, validate_actions
-from robopolicy.core.stages import Stage
-from robopolicy.core.world import Renders, Rows, Snapshot, Snapshots, Step, World, can_render
+from robopolicy.core.spec import IMAGE_PREFIX, Observation, validate_actions
+from robopolicy.core.world import Rows, Snapshots, Step, World
+from robopolicy.core.wrapped_world import WrappedSnapshots, WrappedWorld
+from robopolicy.evaluation.intervals import percent
 from robopolicy.success.classifier import SuccessClassifier, require_input
-from robopolicy.success.measures import rate_text
 
 _OURS = "classified/"
 
@@ -44,7 +44,7 @@ def with_classifier(
     return kind(world, classifier, path, hidden, terminate, only_reward)
 
 
-class ClassifiedWorld:
+class ClassifiedWorld(WrappedWorld):
     """A `World` with a classifier's success; create it with `with_classifier`."""
 
     def __init__(
@@ -56,7 +56,6 @@ class ClassifiedWorld:
         terminate: bool,
         only_reward: bool,
     ):
-        self.world = world
         self.classifier, self.path = classifier, path
         spec = world.spec
         visible = {
@@ -64,15 +63,9 @@ class ClassifiedWorld:
             for key, field in spec.observation.items()
             if not key.startswith(IMAGE_PREFIX) or key.removeprefix(IMAGE_PREFIX) not in hidden
         }
-        self._only_reward = only_reward
-        self._spec = replace(
-            spec,
-            observation=visible,
-            success=self._criterion(),
-            reports_success=True,
-            terminate_on_success=terminate,
-            rewards=(SUCCESS,) if only_reward else spec.rewards,
-        )
+        changes: dict[str, Any] = {"observation": visible, "success": self._criterion(), "reports_success": True}
+        rewards = (SUCCESS,) if only_reward else spec.rewards
+        super().__init__(world, replace(spec, **changes, terminate_on_success=terminate, rewards=rewards))
         rows = world.batch_size
         self._flags = {
             name: np.zeros(rows, dtype=bool) for name in ("success", "own_success", "terminated", "truncated")
@@ -81,7 +74,7 @@ class ClassifiedWorld:
         self._observation: Observation = {}
 
     def _criterion(self) -> str:
-        rate = rate_text(self.classifier.false_accepts)
+        rate = percent(self.classifier.false_accepts)
         frames = self.classifier.hold
         return (
             f"The success classifier {self.path} accepts {frames} consecutive frame{'s' * (frames > 1)}. It accepted "
@@ -98,26 +91,6 @@ class ClassifiedWorld:
             "max_false_accepts": self.classifier.measured["threshold"]["rate"],
             "world_reports_success": self.world.spec.reports_success,
         }
-
-    @property
-    def spec(self) -> WorldSpec:
-        """Spec of the wrapped world with the classifier's success, without cameras that only the classifier reads."""
-        return self._spec
-
-    @property
-    def batch_size(self) -> int:
-        """Number of rows B."""
-        return self.world.batch_size
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """Stages of the wrapped world; empty if it declares none."""
-        return getattr(self.world, "stages", ())
-
-    @property
-    def draws(self) -> bool:
-        """Whether the world can be rendered."""
-        return can_render(self.world)
 
     def reset(
         self, rows: Rows = None, seeds: Sequence[int] | Array | None = None, options: Mapping[str, Any] | None = None
@@ -177,16 +150,6 @@ class ClassifiedWorld:
         flags["truncated"][live] = step.truncated[live] & ~flags["terminated"][live]
         return first
 
-    def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> Array:
-        """Return uint8 images [R, height, width, 3]; raises ConfigError if the world cannot be rendered."""
-        if not isinstance(self.world, Renders):
-            raise ConfigError(f"'{self.spec.name}' cannot be rendered: it has no render() method.")
-        return self.world.render(rows, camera, height, width)
-
-    def close(self) -> None:
-        """Close the world."""
-        self.world.close()
-
     def _keep(self, observation: Observation, rows: Array) -> None:
         """Store the observation of these rows [R]; the others keep theirs."""
         if not self._observation or len(rows) == self.batch_size:
@@ -203,33 +166,22 @@ class ClassifiedWorld:
         return {key: value.copy() for key, value in self._observation.items() if key not in hidden}
 
 
-class ClassifiedSnapshots(ClassifiedWorld):
-    """A `ClassifiedWorld` that supports `Snapshots`."""
+class ClassifiedSnapshots(ClassifiedWorld, WrappedSnapshots):
+    """A `ClassifiedWorld` that supports `Snapshots`; they include the classifier's flags."""
 
-    def snapshot(self, rows: Rows = None) -> Snapshot:
-        """Copy the state of `rows` [R], including the classifier's flags; see `Snapshots`."""
-        assert isinstance(self.world, Snapshots)
-        index = slice(None) if rows is None else np.asarray(rows)
-        own_arrays = {_OURS + name: array[index].copy() for name, array in self._arrays.items()}
-        return Snapshot({**self.world.snapshot(rows).arrays, **own_arrays})
-
-    def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
-        """Overwrite `rows` [R] with `snapshot`; return the observation of all rows, [B, H, ...].
-
-        Raises SpecError for a snapshot of a world without a classifier, and as the world does.
-        """
-        assert isinstance(self.world, Snapshots)
-        arrays = dict(snapshot.arrays)
-        own_arrays = {name: arrays.pop(_OURS + name, None) for name in self._arrays}
-        if any(array is None for array in own_arrays.values()):
-            raise SpecError("This snapshot is not from a world with a success classifier (world.success).")
-        observation = self.world.restore(Snapshot(arrays), rows)
-        index = np.arange(self.batch_size) if rows is None else np.asarray(rows)
-        for name, array in own_arrays.items():
-            self._arrays[name][index] = array
-        self._keep(observation, index)
-        return self._shown()
+    prefix = _OURS
 
     @property
-    def _arrays(self) -> dict[str, Array]:
+    def origin(self) -> str:
+        """Implement `WrappedSnapshots.origin`."""
+        return "a world with a success classifier (world.success)"
+
+    @property
+    def own_arrays(self) -> dict[str, Array]:
+        """Implement `WrappedSnapshots.own_arrays`: arrays [B, ...]."""
         return {**self._flags, "streak": self._streak}
+
+    def restored(self, observation: Observation, rows: Array) -> Observation:
+        """Implement `WrappedSnapshots.restored`; rows: [R] -> [B, H, ...]."""
+        self._keep(observation, rows)
+        return self._shown()

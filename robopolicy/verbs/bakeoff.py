@@ -12,7 +12,6 @@ plays the episodes in N processes, with equal results.
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -133,8 +132,7 @@ def compared(config: Config, workers: Workers) -> int:
 
 def world_for(config: Config, policy: Policy, device: torch.device) -> World:
     """Build the world of the true episodes for policies that read what `policy` reads, with its own success."""
-    section = replace(config.world, success=None, success_reward=False)
-    return build_world(section, policy, episodes=config.bakeoff.episodes, device=device)
+    return build_world(config.world.with_own_success, policy, episodes=config.bakeoff.episodes, device=device)
 
 
 def print_reference(config: Config) -> None:

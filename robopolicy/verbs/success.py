@@ -26,6 +26,7 @@ from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.core.storage import recover_folder
 from robopolicy.data.lerobot_format import read_dataset, recorded_origin, write_dataset
 from robopolicy.data.lerobot_reading import read_columns, require_known
+from robopolicy.evaluation.intervals import percent
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
 from robopolicy.success.calibration import choose_threshold, failures_needed, fit_calibration
@@ -41,7 +42,7 @@ from robopolicy.success.labels import (
     require_held,
     split_by_episode,
 )
-from robopolicy.success.measures import measure, measure_frames, rate_text, scores_by_episode
+from robopolicy.success.measures import measure, measure_frames, scores_by_episode
 from robopolicy.success.page import save_examples
 from robopolicy.success.relabelling import relabelled
 from robopolicy.success.training import ClassifierTraining, episode_of_frame, known_frames
@@ -328,8 +329,7 @@ def print_measured(result: dict[str, Any], where: str = "test episodes") -> None
     }
     frames = result["frames"]
     rows = [
-        [text, rate_text(result[name]), rate_text(frames[name]) if name in frames else ""]
-        for name, text in names.items()
+        [text, percent(result[name]), percent(frames[name]) if name in frames else ""] for name, text in names.items()
     ]
     print_table(f"Success classifier on {where}", ("", "episodes [95 %]", "frames [95 %]"), rows)
     delay = "" if result["delay"] is None else f" Success is counted {result['delay']:.1f} steps late on average."

@@ -9,8 +9,6 @@ processes: no torch.
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
 
-import atexit
-import contextlib
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +19,7 @@ import numpy as np
 from gymnasium import spaces
 
 from robopolicy.core.errors import ConfigError, did_you_mean
+from sims.graphics import open_renderer, without_shadows
 from sims.suites.libero_scene import (
     SCENES_KEPT,
     LiberoTask,
@@ -328,8 +327,7 @@ class LiberoPainter:
         view = CAMERAS.get(camera, "agentview" if camera == "default" else camera)
         renderer.update_scene(data, view, scene_option=self._visible)
         if self._look == LIGHT:
-            renderer.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
-            renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+            without_shadows(renderer)
         image = renderer.render()
         return np.ascontiguousarray(image[:, ::-1]) if camera in CAMERAS else image
 
@@ -338,31 +336,16 @@ class LiberoPainter:
         if key not in scene.renderers:
             model = scene.drawn_model
             samples = model.vis.quality.offsamples
-            limit = model.vis.global_
-            limit.offheight, limit.offwidth = max(limit.offheight, height), max(limit.offwidth, width)
             if self._look == LIGHT:
                 model.vis.quality.offsamples = 0
             try:
-                scene.renderers[key] = mujoco.Renderer(model, height, width)
-            except Exception as error:
-                raise ConfigError(
-                    f"MuJoCo could not open a graphics context ({error}). On a machine without a display, install EGL "
-                    "(Debian and Ubuntu: apt-get install libegl1 libgl1) or OSMesa and set MUJOCO_GL=egl or osmesa."
-                ) from error
+                scene.renderers[key] = open_renderer(model, height, width, scene)
             finally:
                 model.vis.quality.offsamples = samples
-            atexit.register(_close_at_exit, weakref.ref(scene))
         return scene.renderers[key]
 
     def close(self) -> None:
         """Leave the contexts to the other rows of the scene; they are freed with it."""
-
-
-def _close_at_exit(reference: "weakref.ref[Scene]") -> None:
-    scene = reference()
-    if scene is not None:
-        with contextlib.suppress(Exception):  # another package may have closed the display before
-            scene.close()
 
 
 def open_libero(name: str, env_options: Mapping[str, Any]) -> gymnasium.Env:

@@ -7,10 +7,8 @@ Python attributes: goals, counters, random generators. All three are saved.
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
 
-import atexit
 import copy
 import types
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +17,7 @@ import mujoco
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, did_you_mean
+from sims.graphics import open_renderer, without_shadows
 
 _VARIABLE = ("bvh_", "plugin", "solver_", "warning", "timer", "maxuse_")
 _MODEL_ARRAYS = [
@@ -182,8 +181,7 @@ class MujocoCamera:
             self._mark_goal()
         view = self._free_view() if camera == "default" else camera
         renderer.update_scene(self._state.data, view, scene_option=self._looks)
-        renderer.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
-        renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+        without_shadows(renderer)
         frame = renderer.render()
         if before is not None:
             self._state.restore_physics(before)
@@ -204,17 +202,7 @@ class MujocoCamera:
         if (height, width) not in self._renderers:
             model = self._state.model
             model.vis.quality.offsamples = 0
-            limit = model.vis.global_
-            limit.offheight, limit.offwidth = max(limit.offheight, height), max(limit.offwidth, width)
-            try:
-                self._renderers[height, width] = mujoco.Renderer(model, height, width)
-            except Exception as error:
-                raise ConfigError(
-                    f"MuJoCo could not open a graphics context ({error}). On a machine without a display, install EGL "
-                    "(Debian and Ubuntu: apt-get install libegl1 libgl1) or OSMesa and set MUJOCO_GL=egl or osmesa."
-                ) from error
-            # Exit handlers run last in, first out: this one must come after the graphics library's own.
-            atexit.register(_close_at_exit, weakref.ref(self))
+            self._renderers[height, width] = open_renderer(model, height, width, self)
         return self._renderers[height, width]
 
     def close(self) -> None:
@@ -222,9 +210,3 @@ class MujocoCamera:
         for renderer in self._renderers.values():
             renderer.close()
         self._renderers.clear()
-
-
-def _close_at_exit(reference: weakref.ref[MujocoCamera]) -> None:
-    camera = reference()
-    if camera is not None:
-        camera.close()

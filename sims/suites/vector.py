@@ -356,8 +356,10 @@ class Pool:
 
 def padded(vectors: Sequence[np.ndarray] | np.ndarray, size: int = 0) -> np.ndarray:
     """Return vectors, [n] each, as [R, N] with zeros behind the shorter ones; size: least N."""
-    size = max(size, *(len(vector) for vector in vectors))
-    return np.stack([np.pad(vector, (0, size - len(vector))) for vector in vectors])
+    rows = np.zeros((len(vectors), max(size, *map(len, vectors))))
+    for row, vector in zip(rows, vectors, strict=True):
+        row[: len(vector)] = vector
+    return rows
 
 
 def _gather(parts: Sequence[np.ndarray | None], places: Sequence[np.ndarray], count: int) -> np.ndarray:

@@ -148,10 +148,15 @@ class WorldSection:
             by_camera = self.image_size if isinstance(self.image_size, dict) else self.cameras or ("camera",)
             image_sizes(by_camera, self.image_size)  # raises ConfigError where it is no size
 
+    @property
+    def with_own_success(self) -> "WorldSection":
+        """This section without a success classifier: the world's own success counts."""
+        return replace(self, success=None, success_reward=False)
+
     def imagined_by(self, model: Path) -> "WorldSection":
         """Return this section with the imagination of the world model at `model` as its world, from the same initial
         states; observations and success are the model's.
         """
         return replace(
-            self, name=WORLD_MODEL, model=model, simulator=self.name, cameras=(), image_size=None, success=None
+            self.with_own_success, name=WORLD_MODEL, model=model, simulator=self.name, cameras=(), image_size=None
         )

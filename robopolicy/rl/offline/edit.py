@@ -106,11 +106,8 @@ class Edit(Sac):
         with torch.no_grad():
             action, index = self.choose(batch.next_state, batch.next_candidates, generator)
             self.edited_share = (index >= batch.next_candidates.shape[1]).float().mean()
-            values = self.slow(batch.next_state, action)
-            if self.config.critic_subset is not None:
-                order = torch.randperm(len(values), generator=generator, device=generator.device)
-                values = values[order[: self.config.critic_subset].to(values.device)]
-            return batch.backup(values.min(0).values, self.config.discount)
+            value = self.smallest(self.slow(batch.next_state, action), generator)
+            return batch.backup(value, self.config.discount)
 
     def regulariser(
         self, batch: Transitions, values: Tensor, generator: torch.Generator

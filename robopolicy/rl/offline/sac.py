@@ -56,14 +56,17 @@ class Sac(OfflineAgent):
         """
         with torch.no_grad():
             action, density = self.actor.sample(batch.next_state, generator)
-            values = self.slow(batch.next_state, action)
-            if self.config.critic_subset is not None:
-                order = torch.randperm(len(values), generator=generator, device=generator.device)
-                values = values[order[: self.config.critic_subset].to(values.device)]
-            value = values.min(0).values
+            value = self.smallest(self.slow(batch.next_state, action), generator)
             if self.config.entropy_backup:
                 value = value - self.log_temperature.exp() * density
             return batch.backup(value, self.config.discount)
+
+    def smallest(self, values: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the minimum [B] of `critic_subset` random critics' values, of all without it; values: [N, B]."""
+        if self.config.critic_subset is not None:
+            order = torch.randperm(len(values), generator=generator, device=generator.device)
+            values = values[order[: self.config.critic_subset].to(values.device)]
+        return values.min(0).values
 
     def regulariser(
         self, batch: Transitions, values: Tensor, generator: torch.Generator

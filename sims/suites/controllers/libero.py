@@ -190,8 +190,3 @@ class LiberoExpert:
                 "one task, such as libero/libero_goal:3."
             )
         return start_of(self._seeds[row] % SEED_LIMIT, len(self._tasks))[0]
-
-
-def make_libero_expert(name: str, spec: WorldSpec) -> LiberoExpert:
-    """Build the expert of "libero_goal:3" or "libero_goal" (all tasks)."""
-    return LiberoExpert(name, spec)
