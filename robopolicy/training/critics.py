@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -142,23 +142,45 @@ class LearnsOnline:
         """Do nothing."""
 
 
-class WrapsBase(Protocol):
-    """A policy around a base policy, with the agent that chooses for it."""
+class AgentAroundBase[Base: SavableInside](nn.Module):
+    """Base class of policies around a frozen policy `base`, for which an agent chooses.
+
+    interface: the agent's view of observations and actions.
+    """
+
+    def __init__(self, base: Base, agent: OfflineAgent, interface: Interface):
+        super().__init__()
+        self.base: Base = base
+        freeze(base.parameters())
+        self.agent, self.interface = agent, interface
+        self._fast: Policy | None = None  # what computes the base's decisions in its place
 
     @property
-    def base(self) -> SavableInside:
-        """The base policy."""
-        ...
+    def spec(self) -> PolicySpec:
+        """Spec of the base plus the agent's inputs."""
+        base_spec = self.base.spec
+        return replace(base_spec, observation={**base_spec.observation, **fields_of(self.interface)})
+
+    def reset(self, rows: Rows = None) -> None:
+        """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
+        self.base.reset(rows)
 
     @property
-    def agent(self) -> OfflineAgent:
-        """The agent."""
-        ...
+    def inner(self) -> Policy:
+        """The acting policy: the base, or its accelerated replacement."""
+        return self.base if self._fast is None else self._fast
 
-    @property
-    def interface(self) -> Interface:
-        """The agent's view of observations and actions."""
-        ...
+    def around(self, inner: Policy) -> Self:
+        """Return this policy, with shared weights, acting through `inner`, which computes the base's chunks."""
+        copied_policy = copy.copy(self)
+        object.__setattr__(copied_policy, "_fast", inner)  # a module's own way would register it in both
+        return copied_policy
+
+    def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
+        """Return the base's encoding of observations [N, H, ...]; raises ConfigError when the base cannot encode."""
+        if not isinstance(self.base, ExposesEncoder):
+            raise ConfigError(f"{type(self.base).__name__} has no encode() method.")
+        return self.base.encode(observation)
 
 
 NewAgent = Callable[[Any, int, int], OfflineAgent]
@@ -221,7 +243,7 @@ class AgentPolicy(LearnsOnline, nn.Module):
         return cls(read_weights(agent, folder, device), interface, fps).eval()
 
 
-class SteeredPolicy(LearnsOnline, nn.Module):
+class SteeredPolicy(LearnsOnline, AgentAroundBase[Steerable]):
     """A `Policy` that runs `base` deterministically from initial noise that an agent chooses.
 
     The agent's actions are flattened noise [P, A] within the bounds of `interface.action`. steers: whether the agent
@@ -231,36 +253,22 @@ class SteeredPolicy(LearnsOnline, nn.Module):
     steers: Tensor
 
     def __init__(self, base: Steerable, agent: OfflineAgent, interface: Interface, steers: bool = True):
-        super().__init__()
-        self.base: Steerable = base
-        freeze(base.parameters())
-        self.agent, self.interface = agent, interface
+        super().__init__(base, agent, interface)
         self.register_buffer("steers", torch.tensor(steers))
-        self._fast: ActsFromNoise | None = None  # what computes the base's decisions in its place
 
     @property
     def spec(self) -> PolicySpec:
         """Spec of the base plus the agent's inputs, without log-probabilities."""
-        base_spec = self.base.spec
-        return replace(base_spec, observation={**base_spec.observation, **fields_of(self.interface)}, scored_steps=0)
+        return replace(super().spec, scored_steps=0)
 
-    def reset(self, rows: Rows = None) -> None:
-        """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
-        self.base.reset(rows)
-
-    @property
-    def inner(self) -> Policy:
-        """The acting policy: the base, or its accelerated replacement."""
-        return self.base if self._fast is None else self._fast
-
-    def around(self, inner: Policy) -> "SteeredPolicy":
+    def around(self, inner: Policy) -> Self:
         """Return this policy, with shared weights, acting through `inner`, which computes the base's chunks.
 
         Raises ConfigError when `inner` cannot start from given noise.
         """
         if not isinstance(inner, ActsFromNoise):
             raise ConfigError(f"{type(inner).__name__} cannot start from given noise, which steering (DSRL) requires.")
-        return acting_through(self, inner)
+        return super().around(inner)
 
     begin_to_act = FormerName("enable_agent")
 
@@ -288,12 +296,8 @@ class SteeredPolicy(LearnsOnline, nn.Module):
         if not bool(self.steers):
             validate_observation(observation, self.spec.observation, history=self.spec.history)
             return Decision(self.inner.act(observation, generator, deterministic=deterministic).actions)
-        decide = self.decide if self._fast is None else self._fast.from_noise
+        decide = self.decide if self._fast is None else cast(ActsFromNoise, self._fast).from_noise
         return Decision(decide(observation, self.interface.chunks(_acted(self, observation, generator, deterministic))))
-
-    def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
-        """Return the base's encoding of observations [N, H, ...]; raises ConfigError when the base cannot encode."""
-        return encoded_by(self.base, observation)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint atomically, including the base and the critics."""
@@ -309,7 +313,7 @@ class SteeredPolicy(LearnsOnline, nn.Module):
         return load_around(folder, description, device, make)
 
 
-class BestOfPolicy(nn.Module):
+class BestOfPolicy(AgentAroundBase[SavableInside]):
     """A `Policy` that samples several chunks from `base` and executes the one with the highest minimum over the
     critics.
 
@@ -322,43 +326,10 @@ class BestOfPolicy(nn.Module):
     count: Tensor
 
     def __init__(self, base: Policy, agent: OfflineAgent, interface: Interface, count: int = 16):
-        super().__init__()
         if count < 1:
             raise ConfigError(f"Best-of-N needs at least 1 candidate, got {count}.")
-        if interface.chunk != base.spec.chunk:
-            raise ConfigError(
-                f"Chunk lengths differ: the critic evaluates {interface.chunk} control steps, the policy outputs "
-                f"{base.spec.chunk}."
-            )
-        if not isinstance(base, SavableInside):
-            raise ConfigError(
-                f"{type(base).__name__} has no save(), so it cannot be saved inside the checkpoint of a wrapping "
-                "policy."
-            )
-        self.base: SavableInside = base
-        freeze(base.parameters())
-        self.agent, self.interface = agent, interface
+        super().__init__(require_chunks_of(base, interface), agent, interface)
         self.register_buffer("count", torch.tensor(count))
-        self._fast: Policy | None = None  # what computes the base's decisions in its place
-
-    @property
-    def spec(self) -> PolicySpec:
-        """Spec of the base plus the critics' inputs."""
-        base_spec = self.base.spec
-        return replace(base_spec, observation={**base_spec.observation, **fields_of(self.interface)})
-
-    def reset(self, rows: Rows = None) -> None:
-        """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
-        self.base.reset(rows)
-
-    @property
-    def inner(self) -> Policy:
-        """The acting policy: the base, or its accelerated replacement."""
-        return self.base if self._fast is None else self._fast
-
-    def around(self, inner: Policy) -> "BestOfPolicy":
-        """Return this policy, with shared weights, acting through `inner`, which computes the base's chunks."""
-        return acting_through(self, inner)
 
     @torch.no_grad()
     def act(
@@ -374,10 +345,6 @@ class BestOfPolicy(nn.Module):
         score = minimum_value_of(self.agent, self.interface)
         return best_of(acting, observation, generator, count, score, deterministic=deterministic)[0]
 
-    def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
-        """Return the base's encoding of observations [N, H, ...]; raises ConfigError when the base cannot encode."""
-        return encoded_by(self.base, observation)
-
     def save(self, folder: Path) -> None:
         """Write a checkpoint atomically, including the base and the critics."""
         save_around(self, folder, "best_of", {"count": int(self.count)})
@@ -390,6 +357,22 @@ class BestOfPolicy(nn.Module):
             return cls(base, agent, interface, int(description["count"]))
 
         return load_around(folder, description, device, make)
+
+
+def require_chunks_of(base: Policy, interface: Interface) -> SavableInside:
+    """Return `base`, typed as a policy among whose chunks an agent chooses; raises ConfigError when chunk lengths
+    differ or it cannot be saved.
+    """
+    if interface.chunk != base.spec.chunk:
+        raise ConfigError(
+            f"Chunk lengths differ: the critic evaluates {interface.chunk} control steps, the policy outputs "
+            f"{base.spec.chunk}."
+        )
+    if not isinstance(base, SavableInside):
+        raise ConfigError(
+            f"{type(base).__name__} has no save(), so it cannot be saved inside the checkpoint of a wrapping policy."
+        )
+    return base
 
 
 def require_steerable(policy: Policy) -> Steerable:
@@ -442,14 +425,7 @@ def fields_of(interface: Interface) -> dict[str, Field]:
     return {key: interface.fields[key] for key in interface.keys}
 
 
-def acting_through[Choosing: nn.Module](policy: Choosing, inner: Policy) -> Choosing:
-    """Return `policy`, with shared weights, using `inner` to compute the base's chunks."""
-    copied_policy = copy.copy(policy)
-    object.__setattr__(copied_policy, "_fast", inner)  # a module's own way would register it in both
-    return copied_policy
-
-
-def save_around(policy: WrapsBase, folder: Path, kind: str, own: Mapping[str, Any]) -> None:
+def save_around(policy: AgentAroundBase[Any], folder: Path, kind: str, own: Mapping[str, Any]) -> None:
     """Write the checkpoint of a policy that wraps a base, atomically; own: config entries specific to this class."""
     config = {**_described(policy, kind, _spec_of(policy.base)), **own}
 
@@ -483,13 +459,6 @@ def load_around[Choosing: nn.Module](
     return policy.to(device).eval()
 
 
-def encoded_by(base: Policy, observation: TensorObservation) -> Mapping[str, Tensor]:
-    """Return the encoding of observations [N, H, ...] by `base`; raises ConfigError when it cannot encode."""
-    if not isinstance(base, ExposesEncoder):
-        raise ConfigError(f"{type(base).__name__} has no encode() method.")
-    return base.encode(observation)
-
-
 def _spec_of(base: Policy) -> dict[str, Any]:
     """Return the observation and action spec for the checkpoint of a policy that wraps `base`."""
     spec = base.spec
@@ -501,7 +470,7 @@ def _spec_of(base: Policy) -> dict[str, Any]:
     }
 
 
-def _described(policy: "AgentPolicy | WrapsBase", kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+def _described(policy: "AgentPolicy | AgentAroundBase[Any]", kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of a policy whose class is registered as `kind`."""
     agent = policy.agent
     path = f"{type(agent.config).__module__}:{type(agent.config).__qualname__}"

@@ -10,31 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from robopolicy.core.candidates import repeat_observation
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Policy, TensorObservation, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import PolicySpec, validate_observation
-from robopolicy.core.world import Rows
-from robopolicy.policies.network import freeze
 from robopolicy.rl.offline.configuration import CqlConfig, SacConfig
 from robopolicy.rl.offline.edit import Edit
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.training.base_imitation import AHEAD, HERE, BaseImitation
 from robopolicy.training.critics import (
+    AgentAroundBase,
     LearnsOnline,
     SavableInside,
-    acting_through,
-    encoded_by,
-    fields_of,
     load_around,
+    require_chunks_of,
     save_around,
 )
 
 
-class EditedPolicy(LearnsOnline, nn.Module):
+class EditedPolicy(LearnsOnline, AgentAroundBase[SavableInside]):
     """A `Policy` that samples `count` chunks from `base`, edits each, and executes the one that the critics prefer.
 
     interface: the agent's view of observations and chunks, whose length is the base's. acts: whether the agent chooses
@@ -47,51 +44,24 @@ class EditedPolicy(LearnsOnline, nn.Module):
     count: Tensor
 
     def __init__(self, base: Policy, agent: Edit, interface: Interface, count: int = 8, acts: bool = True):
-        super().__init__()
         if count < 1:
             raise ConfigError(f"online.method.candidates={count} must be at least 1.")
-        if interface.chunk != base.spec.chunk:
-            raise ConfigError(
-                f"Chunk lengths differ: the critics evaluate {interface.chunk} control steps, the policy outputs "
-                f"{base.spec.chunk}."
-            )
-        if not isinstance(base, SavableInside):
-            raise ConfigError(
-                f"{type(base).__name__} has no save(), so it cannot be saved inside the checkpoint of a wrapping "
-                "policy."
-            )
-        self.base: SavableInside = base
         # Before they are frozen: they tell which of them learn where the base is trained.
-        self.learnable = list(base.trainable_parameters()) if isinstance(base, Trainable) else []
-        freeze(base.parameters())
-        self.agent, self.interface = agent, interface
+        learnable = list(base.trainable_parameters()) if isinstance(base, Trainable) else []
+        super().__init__(require_chunks_of(base, interface), agent, interface)
+        self.learnable = learnable
         self.register_buffer("count", torch.tensor(count))
         self.register_buffer("acts", torch.tensor(acts))
-        self._fast: Policy | None = None  # what computes the base's decisions in its place
         self.imitation: BaseImitation | None = None
 
     @property
     def spec(self) -> PolicySpec:
         """Spec of the base plus the agent's inputs, without log-probabilities."""
-        base_spec = self.base.spec
-        return replace(base_spec, observation={**base_spec.observation, **fields_of(self.interface)}, scored_steps=0)
-
-    def reset(self, rows: Rows = None) -> None:
-        """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
-        self.base.reset(rows)
+        return replace(super().spec, scored_steps=0)
 
     def frozen_copy(self) -> "EditedPolicy":
         """Return this policy with a copy of the agent, which later training does not change; the base is shared."""
         return EditedPolicy(self.base, copy.deepcopy(self.agent), self.interface, int(self.count), bool(self.acts))
-
-    @property
-    def inner(self) -> Policy:
-        """The acting policy: the base, or its accelerated replacement."""
-        return self.base if self._fast is None else self._fast
-
-    def around(self, inner: Policy) -> "EditedPolicy":
-        """Return this policy, with shared weights, acting through `inner`, which computes the base's chunks."""
-        return acting_through(self, inner)
 
     def enable_agent(self) -> None:
         """Let the agent choose from now on."""
@@ -155,10 +125,6 @@ class EditedPolicy(LearnsOnline, nn.Module):
             proposals[:, 0] = self.interface.to_agent(sure)
         action, _ = self.agent.choose(state, proposals, None if deterministic else generator)
         return Decision(self.interface.chunks(action))
-
-    def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
-        """Return the base's encoding of observations [N, H, ...]; raises ConfigError when the base cannot encode."""
-        return encoded_by(self.base, observation)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint atomically, including the base, the critics and the edit actor."""
