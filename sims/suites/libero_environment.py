@@ -113,7 +113,7 @@ class LiberoEnvironment(gymnasium.Env):
     def row(self) -> Row:
         """Data of the episode's task, in whose scene the fixtures of this episode stand."""
         task = self._tasks[self.task]
-        if self._row.scene.task is not task:
+        if self._row.scene.task != task:
             self._row = Row(scene_of(task, self._sleep))
         scene, key = self._row.scene, self._placement
         scene.place(key, scene.placement(*key))

@@ -249,6 +249,21 @@ def test_a_suite_is_one_world_that_keeps_every_promise():
 
 @needs_libero
 @pytest.mark.long
+def test_a_task_keeps_its_state_where_the_suite_was_opened_before():
+    """Both names mean the same task, and so the same scene of a process."""
+    from sims.suites.libero_environment import LiberoEnvironment
+
+    suite = LiberoEnvironment("libero_object")
+    suite.reset(options={"task": 0})
+    environment = LiberoEnvironment("libero_object:0")
+    environment.reset(seed=0)
+    data = environment.data
+    environment.step(np.zeros(7))
+    assert environment.data is data and data.time > 0.5
+
+
+@needs_libero
+@pytest.mark.long
 @pytest.mark.parametrize("sleep", [False, True])
 def test_a_snapshot_continues_bit_by_bit_also_into_another_task(sleep):
     world = make_world("libero/libero_object", 2, sleep=sleep, cameras=("image",), image_size=16)
