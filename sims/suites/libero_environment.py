@@ -61,7 +61,8 @@ class LiberoEnvironment(gymnasium.Env):
     name: "libero_spatial" or "libero_spatial:3"; protocol: whose placement of the fixtures to use, "lerobot", "openpi",
     or None for one placement per task; fixtures: seed of that one placement; settle_steps: control steps that hold
     still before the first observation; sleep: whether MuJoCo skips resting bodies; look: "light" or "original", with
-    the shadows, reflections and multisampling of LIBERO's own images; initial_state: of all episodes, default by seed.
+    the shadows, reflections, multisampling and texture sizes of LIBERO's own images; initial_state: of all episodes,
+    default by seed.
     Options of `reset`: task, initial_state. Raises ConfigError on an unknown name or value.
     """
 
@@ -302,7 +303,7 @@ class LiberoPainter:
     """
 
     def __init__(self, environment: LiberoEnvironment, look: str):
-        self._environment, self._look = weakref.ref(environment), look
+        self._environment, self._is_light = weakref.ref(environment), look == LIGHT
         self._visible = mujoco.MjvOption()
         self._visible.geomgroup[0] = 0  # collision shapes
         model = environment.model
@@ -315,8 +316,8 @@ class LiberoPainter:
         environment = self._environment()
         assert environment is not None
         scene = environment.row.scene
+        drawn, data = scene.drawn(self._is_light)
         renderer = self._renderer(scene, height, width)
-        drawn, data = scene.drawn_model, scene.drawn_data
         drawn.body_pos[:], drawn.body_quat[:] = scene.model.body_pos, scene.model.body_quat
         data.qpos[:] = environment.seen
         mujoco.mj_kinematics(drawn, data)
@@ -326,22 +327,18 @@ class LiberoPainter:
             drawn.site_rgba[site, 3] = float(environment._lit)
         view = CAMERAS.get(camera, "agentview" if camera == "default" else camera)
         renderer.update_scene(data, view, scene_option=self._visible)
-        if self._look == LIGHT:
+        if self._is_light:
             without_shadows(renderer)
         image = renderer.render()
         return np.ascontiguousarray(image[:, ::-1]) if camera in CAMERAS else image
 
     def _renderer(self, scene: Scene, height: int, width: int) -> mujoco.Renderer:
-        key = (height, width, self._look)
+        key = (height, width, self._is_light)
         if key not in scene.renderers:
-            model = scene.drawn_model
-            samples = model.vis.quality.offsamples
-            if self._look == LIGHT:
+            model, _ = scene.drawn(self._is_light)
+            if self._is_light:
                 model.vis.quality.offsamples = 0
-            try:
-                scene.renderers[key] = open_renderer(model, height, width, scene)
-            finally:
-                model.vis.quality.offsamples = samples
+            scene.renderers[key] = open_renderer(model, height, width, scene)
         return scene.renderers[key]
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import mujoco
 import numpy as np
+from PIL import Image
 
 from robopolicy.core.errors import ConfigError, did_you_mean, require_extra
 from sims.suites.operational_space import ARM_SIZE, control, read_arm
@@ -28,6 +29,8 @@ NEEDED_MUJOCO = (3, 10)
 """LIBERO's package calls `mj_fullM` with the arguments that it has since this version of MuJoCo."""
 ARENA = "64M"
 """Memory of a row's contacts and constraints; robosuite reserves 1.3 GB for each."""
+TEXTURE_SIDE = 512
+"""Longest side of a texture of the light look, in pixels. LIBERO's have up to 4,096, and a scene of them takes 1.3 GB."""
 SCENES_KEPT = 16
 """Number of scenes that a process keeps; suites with more tasks play all initial states of a task in a row."""
 REWORDED = ("_lan", "_task")
@@ -155,7 +158,7 @@ class Scene:
     model: shared by all rows, whose fixtures' poses are those of whoever called `place` last; arm, fingers: indices of
     the robot; rest: state of the arm after a reset [117], relative to which the first action moves; bodies: object or
     fixture -> body; joints: name -> address of its position; sites: site -> whether it glows, of stoves; settled: saved
-    starts; renderers: open graphics contexts, by size and look.
+    starts; renderers: open graphics contexts, by height, width and whether the look is light.
     """
 
     def __init__(self, task: LiberoTask, sleep: bool):
@@ -197,7 +200,8 @@ class Scene:
         if sleep:
             self._let_sleep()
         self.settled: dict[tuple[object, ...], Settled] = {}
-        self.renderers: dict[tuple[int, int, str], mujoco.Renderer] = {}
+        self.renderers: dict[tuple[int, int, bool], mujoco.Renderer] = {}
+        self._drawn_models: dict[bool, tuple[mujoco.MjModel, mujoco.MjData]] = {}
         self._placed: object = None
         self._as_built = model.body_pos.copy(), model.body_quat.copy()
         self._drawn: dict[tuple[int, int], Pose] = {}
@@ -375,17 +379,17 @@ class Scene:
                 sites[site] = self._predicate(("turnon", name))
         return sites
 
-    @functools.cached_property
-    def drawn_model(self) -> mujoco.MjModel:
-        """The same model with textures, for images."""
-        model = mujoco.MjModel.from_xml_string(self._builder.full_xml)
-        model.site_rgba[:] = self.model.site_rgba
-        return model
+    def drawn(self, light: bool) -> tuple[mujoco.MjModel, mujoco.MjData]:
+        """Return the same model with textures, for images, and the data into which the row that is drawn is written.
 
-    @functools.cached_property
-    def drawn_data(self) -> mujoco.MjData:
-        """Data of `drawn_model`, into which the positions of the row that is drawn are written."""
-        return mujoco.MjData(self.drawn_model)
+        light: with textures of at most `TEXTURE_SIDE` pixels, a third of the memory.
+        """
+        if light not in self._drawn_models:
+            xml, images = with_small_textures(self._builder.full_xml) if light else (self._builder.full_xml, None)
+            model = mujoco.MjModel.from_xml_string(xml, images)
+            model.site_rgba[:] = self.model.site_rgba
+            self._drawn_models[light] = model, mujoco.MjData(model)
+        return self._drawn_models[light]
 
     def close(self) -> None:
         """Free the graphics contexts."""
@@ -487,6 +491,26 @@ def without_textures(xml: str) -> str:
         size.attrib.clear()
         size.attrib["memory"] = ARENA
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def with_small_textures(xml: str) -> tuple[str, dict[str, bytes]]:
+    """Return a model's description with smaller textures, and their files by name."""
+    root = ElementTree.fromstring(xml)
+    files: dict[str, bytes] = {}
+    for texture in root.iter("texture"):
+        source = texture.get("file")
+        if source is None:
+            continue
+        with Image.open(source) as image:
+            if max(image.size) <= TEXTURE_SIDE:
+                continue
+            small, png = image.convert("RGB"), io.BytesIO()
+        small.thumbnail((TEXTURE_SIDE, TEXTURE_SIDE), Image.Resampling.BOX)
+        small.save(png, "PNG")
+        name = f"small/{len(files)}.png"
+        texture.set("file", name)
+        files[name] = png.getvalue()
+    return ElementTree.tostring(root, encoding="unicode"), files
 
 
 _scenes: dict[tuple[LiberoTask, bool], Scene] = {}

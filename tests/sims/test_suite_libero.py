@@ -356,6 +356,29 @@ def test_the_original_look_is_robosuites_picture_turned_by_180_degrees():
     theirs.close()
 
 
+@needs_libero
+@pytest.mark.long
+def test_smaller_textures_are_hardly_seen(monkeypatch):
+    from sims.suites import libero_scene
+    from sims.suites.libero_environment import LiberoEnvironment
+
+    def drawn():
+        environment = LiberoEnvironment("libero_spatial:0")
+        environment.reset(seed=0)
+        images = [environment.painter.image(camera, 128, 128).astype(float) for camera in ("image", "image2")]
+        scene = environment.row.scene
+        bytes_of_textures = scene.drawn(True)[0].ntexdata
+        scene.close()
+        scene._drawn_models.clear()
+        return np.stack(images), bytes_of_textures
+
+    small, few_bytes = drawn()
+    monkeypatch.setattr(libero_scene, "TEXTURE_SIDE", 4096)
+    full, all_bytes = drawn()
+    assert few_bytes < all_bytes / 10
+    assert 0 < np.abs(small - full).mean() < 1.0 and np.abs(small - full).max() < 16
+
+
 class Wander:
     """A controller that moves the gripper at random, for recordings."""
 
