@@ -30,7 +30,7 @@ NEEDED_MUJOCO = (3, 10)
 ARENA = "64M"
 """Memory of a row's contacts and constraints; robosuite reserves 1.3 GB for each."""
 TEXTURE_SIDE = 512
-"""Longest side of a texture of the light look, in pixels. LIBERO's have up to 4,096, and a scene of them takes 1.3 GB."""
+"""Longest side of a texture of the light look, in pixels. LIBERO has textures of up to 4,096: 1.3 GB per scene."""
 SCENES_KEPT = 16
 """Number of scenes that a process keeps; suites with more tasks play all initial states of a task in a row."""
 REWORDED = ("_lan", "_task")
