@@ -18,6 +18,7 @@ import numpy as np
 
 from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, SpecError, did_you_mean
+from robopolicy.core.faults import MOVED_GOAL
 from robopolicy.core.history import shifted_indices
 from robopolicy.core.machine import usable_threads
 from robopolicy.core.randomness import numpy_generator, uniforms
@@ -148,6 +149,33 @@ class MujocoWorld:
     def stages(self) -> tuple[Stage, ...]:
         """Stages of the task, in order; empty when the task defines none."""
         return self.task.stages
+
+    @property
+    def open_gripper(self) -> dict[int, float]:
+        """Action element -> value that opens the gripper; empty for tasks without a grasp."""
+        value = self.task.open_gripper
+        return {} if value is None else {self.task.action.names.index("gripper"): value}
+
+    @property
+    def disturbances(self) -> tuple[str, ...]:
+        """Names of what `disturb` can do: the task's own disturbances, and moved_goal if goals differ."""
+        goals = self.task.start(np.array([[0.25], [0.75]]) * np.ones(self.task.uniforms)).goal
+        moves = bool((goals[0] != goals[1]).any())
+        return tuple(dict.fromkeys((*self.task.disturbances, *([MOVED_GOAL] if moves else []))))
+
+    def disturb(self, name: str, rows: np.ndarray, keys: np.ndarray) -> None:
+        """Disturb the state of the rows [R] by random numbers with these keys [R]; see `core.faults.Disturbable`.
+
+        moved_goal, unless it is the task's own, sets the goal of another episode.
+        """
+        arrays, layout = self._episodes.arrays, self._layout
+        change = self.task.disturbances.get(name)
+        if change is None:
+            arrays["goal"][rows] = self.task.start(uniforms(keys, self.task.uniforms)).goal
+            return
+        state = arrays["state"][rows]
+        change(state[:, layout.qpos], state[:, layout.qvel], uniforms(keys, 4))
+        arrays["state"][rows] = state
 
     @property
     def available_cameras(self) -> dict[str, str]:

@@ -20,6 +20,7 @@ from robopolicy.core.errors import (
     did_you_mean,
     require_extra,
 )
+from robopolicy.core.faulty import with_faults_of, without_faults
 from robopolicy.core.machine import rendering_error_hint
 from robopolicy.core.origin import WorldOrigin, check_saved_options, texts
 from robopolicy.core.registry import is_dotted, is_trusted, load_dotted, named_arguments, trust_path
@@ -49,16 +50,16 @@ def make_world(name: str, batch_size: int, **options: Any) -> World:
     without arguments that returns one (runs on the MuJoCo engine). (2) A class derived from gymnasium.Env (runs in the
     gymnasium suite). (3) A class or function called as make(batch_size, *, seed, history, **options) that returns a
     `World`. cameras and image_size (`core.spec.image_sizes`; one number for all) are passed only when given.
-    latency_steps, for any world: see `core.delayed.with_latency`. Raises ConfigError, and SpecError when images are not
-    named as cameras.
+    latency_steps and faults, for any world: see `core.delayed.with_latency` and `core.faulty`. Raises ConfigError, and
+    SpecError when images are not named as cameras.
     """
     try:
-        inner = _made(name, batch_size, without_latency(options))
+        inner = _made(name, batch_size, without_faults(without_latency(options)))
     except Exception as error:
         if text := rendering_error_hint(error):
             raise ConfigError(text) from error
         raise
-    world = with_latency_of(options, inner)
+    world = with_latency_of(options, with_faults_of(options, inner))
     try:
         require_cameras_named(world.spec.observation, f"The world '{name}'")
     except SpecError:

@@ -28,6 +28,7 @@ from robopolicy.core.errors import (
     RobopolicyWarning,
     SpecError,
 )
+from robopolicy.core.faulty import with_faults_of, without_faults
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import WorldOrigin, origin_of, prefix_errors, renaming_of
 from robopolicy.core.policy import Policy
@@ -307,14 +308,12 @@ def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: in
         rows,
         history=history,
         seed=seed,
-        **without_latency(section.options),
+        **without_faults(without_latency(section.options)),
     )
-    return with_latency_of(section.options, world)
+    return with_latency_of(section.options, with_faults_of(section.options, world))
 
 
-def _imagined_world(
-    section: WorldSection, rows: int, history: int, seed: int, device: torch.device | str
-) -> ImaginedWorld:
+def _imagined_world(section: WorldSection, rows: int, history: int, seed: int, device: torch.device | str) -> World:
     if section.model is None:
         raise ConfigError("No world model is given. Set world.model=runs/worldmodel/push_cube/0/checkpoint.")
     model = load_imagining(section.model, device)
@@ -337,7 +336,7 @@ def _imagined_world(
         require_recorded(data, episodes, fields, model.spec.action, "world model")
         start_steps = keyframes(episodes) if imagination.initial_states == "keyframes" else None
         starts = recorded_starts(episodes, model.context, start_steps)
-    return ImaginedWorld(
+    world = ImaginedWorld(
         model,
         starts,
         rows,
@@ -347,6 +346,7 @@ def _imagined_world(
         debounce=imagination.debounce,
         seed=seed,
     )
+    return with_faults_of(section.options, world)
 
 
 def _require_imagined_latency(options: Mapping[str, Any], model: WorldModel) -> None:
@@ -366,7 +366,7 @@ def simulator_starts(section: WorldSection, model: WorldModel, rows: int) -> Sta
     it imitates.
     """
     fields = fields_read(model)
-    options = {**section.options, **images_of(fields)}
+    options = {**without_faults(section.options), **images_of(fields)}
     if section.simulator:
         simulator = make_world(section.simulator, rows, **options)
     else:

@@ -19,6 +19,7 @@ from robopolicy.evaluation.plots import Rate
 from robopolicy.evaluation.tables import (
     STAGES,
     control_table,
+    fault_table,
     instruction_table,
     stage_rows,
     task_table,
@@ -221,7 +222,7 @@ def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
 
 
 def _add_language(report: Report, result: Mapping[str, Any]) -> None:
-    """Add success by instruction and under the language controls, if the world has several instructions."""
+    """Add success by task, instruction and planted fault, where there are several, and under the language controls."""
     tasks = task_table(evaluated_policies_in(result))
     if tasks is not None:
         caption = "Success with Wilson 95 % intervals, over the episodes of this task; last row: over all of them."
@@ -230,6 +231,13 @@ def _add_language(report: Report, result: Mapping[str, Any]) -> None:
     if table is not None:
         caption = "Success with Wilson 95 % intervals, over the episodes with this instruction."
         report.sections.append(Section("Success by instruction", caption, header=table[0], rows=table[1]))
+    faults = fault_table(evaluated_policies_in(result))
+    if faults is not None:
+        caption = (
+            "Success with Wilson 95 % intervals, over the episodes in which this fault is planted, including those "
+            "that ended before it began."
+        )
+        report.sections.append(Section("Success by planted fault", caption, header=faults[0], rows=faults[1]))
     if "controls" in result:
         header, rows = control_table(result["controls"])
         caption = (

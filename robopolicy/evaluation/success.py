@@ -18,6 +18,7 @@ import torch
 
 from robopolicy.core.action_bounds import OutsideBounds
 from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.faulty import NO_FAULT, FaultPlan, fault_plan
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.player import PlayedStep
 from robopolicy.core.policy import Policy
@@ -52,7 +53,8 @@ class EvaluationResult:
     instruction of each episode, () if the world has one instruction; tasks [E]: name of each episode's task, () if the
     world has one; outside: number of actions beyond the world's bounds and how they were handled, "" for none;
     classifier: description of the classifier that supplies success, as in `core.world.ClassifiesSuccess`, with the
-    world's own success [E] in `own_success` if it reports one.
+    world's own success [E] in `own_success` if it reports one; faults [E]: planted fault of each episode, "" for none,
+    and the control steps before it begins in fault_begins [E]; () and None in a world without faults.
     """
 
     world: str
@@ -71,6 +73,8 @@ class EvaluationResult:
     tasks: tuple[str, ...] = ()
     classifier: Mapping[str, Any] | None = None
     own_success: np.ndarray | None = None
+    faults: tuple[str, ...] = ()
+    fault_begins: np.ndarray | None = None
 
     @property
     def episodes(self) -> int:
@@ -109,6 +113,23 @@ class EvaluationResult:
     def by_task(self) -> dict[str, dict[str, Any]]:
         """Return the metrics of each task's episodes, in the order of their numbers or names; {} if there is one."""
         return self._metrics_by(self.tasks)
+
+    def by_fault(self) -> dict[str, dict[str, Any]]:
+        """Return the metrics of each planted fault's episodes, and in how many it began before they ended; {} without
+        faults.
+        """
+        metrics = self._metrics_by([name or NO_FAULT for name in self.faults])
+        for name, each in metrics.items():
+            planted = np.array([fault == name for fault in self.faults])
+            each["began"] = int((planted & self.began).sum())
+        return metrics
+
+    @property
+    def began(self) -> np.ndarray:
+        """[E] bool: episodes whose planted fault began before they ended."""
+        if self.fault_begins is None:
+            return np.zeros(len(self.seeds), dtype=bool)
+        return np.array([bool(name) for name in self.faults]) & (self.fault_begins < self.lengths)
 
     def _metrics_by(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the metrics of the episodes under each of the names [E]."""
@@ -167,6 +188,8 @@ class EvaluationResult:
         instruction_metrics = {"by_instruction": self.by_instruction()} if self.instructions else {}
         if self.tasks:
             instruction_metrics = {"by_task": self.by_task()}
+        if self.faults:
+            instruction_metrics["by_fault"] = self.by_fault()
         beyond: dict[str, Any] = {"actions_outside": self.outside} if self.outside else {}
         if self.classifier is not None:
             beyond["classifier"] = self.classified()
@@ -200,6 +223,8 @@ class EvaluationResult:
             per_episode["tasks"] = list(self.tasks)
         if self.own_success is not None:
             per_episode["own_success"] = self.own_success.tolist()
+        if self.fault_begins is not None:
+            per_episode |= {"faults": list(self.faults), "fault_begins": self.fault_begins.tolist()}
         return {**self.summary(), "per_episode": per_episode}
 
     @staticmethod
@@ -223,6 +248,8 @@ class EvaluationResult:
             outside=data.get("actions_outside", ""),
             classifier=_description(data["classifier"]) if "classifier" in data else None,
             own_success=np.asarray(episodes["own_success"], dtype=bool) if "own_success" in episodes else None,
+            faults=tuple(episodes.get("faults", ())),
+            fault_begins=np.asarray(episodes["fault_begins"]) if "fault_begins" in episodes else None,
         )
 
 
@@ -288,7 +315,7 @@ def evaluate_policy(
 @dataclass(frozen=True)
 class Evaluation:
     """Episodes of one policy in one world before they are played. seeds: [E]; batches: indices [n] into them; tasks:
-    [E] names of their tasks, () if there is only one.
+    [E] names of their tasks, () if there is only one; faults: those that the world plants, None for none.
     """
 
     spec: WorldSpec
@@ -298,6 +325,7 @@ class Evaluation:
     confidence: float = 0.95
     tasks: tuple[str, ...] = ()
     classifier: Mapping[str, Any] | None = None
+    faults: FaultPlan | None = None
 
     @staticmethod
     def of(
@@ -310,7 +338,8 @@ class Evaluation:
         batches = tuple(episode_batches(distinct, world.batch_size))
         classifier = world.success_classifier if isinstance(world, ClassifiesSuccess) else None
         tasks = task_names(world, distinct)
-        return Evaluation(world.spec, distinct, batches, deterministic, confidence, tasks, classifier)
+        plan = fault_plan(world, distinct)
+        return Evaluation(world.spec, distinct, batches, deterministic, confidence, tasks, classifier, plan)
 
     @property
     def parts(self) -> list[np.ndarray]:
@@ -351,6 +380,8 @@ class Evaluation:
             tasks=self.tasks,
             classifier=self.classifier,
             own_success=own_success,
+            faults=() if self.faults is None else self.faults.names,
+            fault_begins=None if self.faults is None else self.faults.begins,
         )
 
 

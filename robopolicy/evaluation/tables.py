@@ -6,6 +6,8 @@ All take results in the form of result.json, so that a report can be rebuilt fro
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from robopolicy.core.faulty import NO_FAULT
+
 STAGES = ["stage", "verb", "success", "with noise", "interval", "world steps", "seconds"]
 """Columns of `stage_rows`."""
 JUDGED = ("student", "tuned", "policy")
@@ -53,6 +55,18 @@ def task_table(judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[st
     metrics_of_label = dict(judged)
     total = ["all tasks", *(rate_in_words(metrics_of_label[label]) for label in rows[0])]
     return ["task", *rows[0]], [*rows[1], total]
+
+
+def fault_table(judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]] | None:
+    """Return header and rows as `instruction_table`, one row per planted fault, and in how many episodes it began."""
+    rows = _success_by("by_fault", judged)
+    if rows is None:
+        return None
+    metrics = next(figures["by_fault"] for _, figures in judged if figures.get("by_fault"))
+    begun = {
+        name: f"{each['began']} of {each['episodes']}" if name != NO_FAULT else "" for name, each in metrics.items()
+    }
+    return ["fault", "began", *rows[0]], [[row[0], begun.get(row[0], ""), *row[1:]] for row in rows[1]]
 
 
 def _success_by(key: str, judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]] | None:

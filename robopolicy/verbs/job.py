@@ -48,7 +48,7 @@ from robopolicy.evaluation.success import (
     evaluate_policy,
     require_success,
 )
-from robopolicy.evaluation.tables import instruction_table, task_table
+from robopolicy.evaluation.tables import fault_table, instruction_table, task_table
 from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.nn.precision import training_precision
 from robopolicy.policies.abilities import DescribesReading, is_pretrained
@@ -324,17 +324,19 @@ def print_evaluations(verdicts: dict[str, PolicyEvaluation]) -> None:
 
 
 def print_instructions(verdicts: Mapping[str, PolicyEvaluation]) -> None:
-    """Print deterministic success per task or instruction, one column per policy; nothing if there is only one."""
+    """Print deterministic success per task or instruction and per planted fault, one column per policy; nothing if
+    there is only one.
+    """
     judged = [(name, verdict.deterministic.summary()) for name, verdict in verdicts.items()]
-    table_rows = task_table(judged) or instruction_table(judged)
-    if table_rows is None:
-        return
-    table = Table(box=None, padding=(0, 2))
-    for column in table_rows[0]:
-        table.add_column(column, justify="left" if column == table_rows[0][0] else "right")
-    for row in table_rows[1]:
-        table.add_row(*row)
-    output.print(table)
+    for table_rows in (task_table(judged) or instruction_table(judged), fault_table(judged)):
+        if table_rows is None:
+            continue
+        table = Table(box=None, padding=(0, 2))
+        for column in table_rows[0]:
+            table.add_column(column, justify="left" if column == table_rows[0][0] else "right")
+        for row in table_rows[1]:
+            table.add_row(*row)
+        output.print(table)
 
 
 def normalised(verdicts: Mapping[str, PolicyEvaluation], anchors: Anchors | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import copy
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -108,7 +108,7 @@ class Description:
 
     cameras: name -> description of the view; reports_success: whether success of an episode is reported; repeats:
     whether the same seed gives the same start again; draws: whether it can be rendered; tasks: task texts that it
-    reports.
+    reports; open_gripper: action element -> value that opens the gripper.
     """
 
     layout: Layout
@@ -120,6 +120,7 @@ class Description:
     repeats: bool
     draws: bool
     tasks: tuple[str, ...] = ()
+    open_gripper: dict[int, float] = field(default_factory=dict[int, float])
 
 
 class RowEnvironment:
@@ -129,10 +130,11 @@ class RowEnvironment:
     environments that draw from them; each has its own global state, independent of its neighbours. increase: `step`
     returns the increase of the environment's reward since the previous step (0 in the first), for rewards that measure
     progress. An environment may have attributes `state_keys` and `element_names` (see `observation_layout`), used when
-    no state_keys are given, `action_names`, `task_descriptions` (the texts of all its tasks) and `painter` (draws its
-    images, see `MujocoCamera`). notes: messages for the user, until `take_notes` returns them. task:
-    task text of the episode, "" when the environment reports none. Raises ConfigError unless actions are a Box of
-    floats, on an invalid `success`, and the errors of `observation_layout`.
+    no state_keys are given, `action_names`, `task_descriptions` (the texts of all its tasks), `open_gripper` (action
+    element -> value that opens the gripper) and `painter` (draws its images, see `MujocoCamera`). notes: messages for
+    the user, until `take_notes` returns them. task: task text of the episode, "" when the environment reports none.
+    Raises ConfigError unless actions are a Box of floats, on an invalid `success`, and the errors of
+    `observation_layout`.
     """
 
     def __init__(
@@ -193,6 +195,7 @@ class RowEnvironment:
             repeats=repeats,
             draws=self._camera is not None or bool(environment.render_mode) or bool(self.layout.pictures),
             tasks=tasks,
+            open_gripper=dict(_attribute(environment, "open_gripper") or {}),
         )
 
     def _has_goals(self) -> bool:

@@ -64,10 +64,11 @@ class GymnasiumWorld:
     numpy's global generators with every episode; clip_actions: whether actions are clipped to the declared bounds or
     passed unchanged (many environments declare bounds only formally); state_keys: entries of a dictionary observation
     that are the robot's own; own_task: whether to use the task text that the environment reports in every episode, if
-    any (see `instruction_of`); `instruction` is used otherwise. available_cameras: name -> description of the view.
-    repeats: whether the same seed gives the same start again; draws: whether it can be rendered; when success is not
-    reported, spec.reports_success is False. `reset` options are passed to every started environment. Raises ConfigError
-    on an unknown camera, reward, success or state key, sizes below 1, and an unknown control rate.
+    any (see `instruction_of`); `instruction` is used otherwise. available_cameras: name -> description of the view;
+    open_gripper: see `core.faults.HasGripper`. repeats: whether the same seed gives the same start again; draws:
+    whether it can be rendered; when success is not reported, spec.reports_success is False. `reset` options are passed
+    to every started environment. Raises ConfigError on an unknown camera, reward, success or state key, sizes below 1,
+    and an unknown control rate.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class GymnasiumWorld:
         self.repeats = description.repeats
         self.draws = description.draws
         self.available_cameras = description.cameras
+        self.open_gripper = description.open_gripper
         self._layout, self._told = description.layout, set[str]()
         self._instruction, tasks = instruction, description.tasks if own_task else ()
         self._own_task = bool(tasks)

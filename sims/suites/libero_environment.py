@@ -69,6 +69,7 @@ class LiberoEnvironment(gymnasium.Env):
     metadata = {"render_modes": [], "render_fps": 20}  # noqa: RUF012 (gymnasium's own convention)
     state_keys = tuple(STATE_PARTS)
     action_names = ("dx", "dy", "dz", "rx", "ry", "rz", "gripper")
+    open_gripper = {6: -1.0}  # noqa: RUF012 (gymnasium's own convention)
     dt = 0.05
     model_arrays = ()
     """Arrays of the model that are part of a row's state: none, since rows share the model and place its fixtures."""

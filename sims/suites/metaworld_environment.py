@@ -59,6 +59,8 @@ class MetaworldEnvironment(gymnasium.Wrapper):
     reward divided by its value at success, so a finished episode has a return of at most 1.
     """
 
+    open_gripper = {3: -1.0}  # noqa: RUF012 (gymnasium's own convention)
+
     def __init__(self, environment: gymnasium.Env):
         super().__init__(environment)
         self.observation_space = spaces.Dict(agent_pos=_unbounded(ROBOT), environment_state=_unbounded(OBJECTS))

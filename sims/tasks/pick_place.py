@@ -81,6 +81,7 @@ def task() -> Task:
         horizon=60,
         cameras=("front", "top", "wrist"),
         action=arm.ACTION,
+        open_gripper=1.0,
         observation={
             STATE: arm.STATE_FIELD,
             ENVIRONMENT_STATE: vector_field(grasping.CUBE_NAMES + " goal_x goal_y goal_z", "m, 1, m/s, rad/s"),

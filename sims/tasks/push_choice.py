@@ -7,10 +7,11 @@ trying one after the other (an expert that does two of them succeeds in 25 to 27
 
 import numpy as np
 
+from robopolicy.core.faults import SLIP
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK, Field, Observation
 from robopolicy.core.world import Rows
 from sims.task import Arrays, Markers, Readings, Start, Task, elements, flat_quaternion, newest, scale, vector_field
-from sims.tasks.push_cube import CONTACT, PUSHER, PUSHER_FIELD, TARGET, control, steer
+from sims.tasks.push_cube import CONTACT, PUSHER, PUSHER_FIELD, TARGET, control, push_away, steer
 
 TOLERANCE = 0.05  # m, so that the cube's centre lies on the disc
 CUBES, GOALS = ("red", "blue"), ("left", "right")
@@ -49,6 +50,12 @@ def start(uniforms: np.ndarray) -> Start:
         activation=pusher,
         instruction=(len(INSTRUCTIONS) * uniforms[:, 13]).astype(np.int64),
     )
+
+
+def push_both_away(qpos: np.ndarray, qvel: np.ndarray, uniforms: np.ndarray) -> None:
+    """Push both cubes, each in its own direction, as `push_away`; qpos and qvel [R, 8], uniforms [R, 4]."""
+    push_away(qpos, qvel, uniforms)
+    push_away(qpos[:, 3:], qvel[:, 3:], uniforms[:, 1:])
 
 
 def observe(readings: Readings) -> dict[str, np.ndarray]:
@@ -155,4 +162,5 @@ def task() -> Task:
         succeeded=succeeded,
         expert=PushChoiceExpert,
         markers=markers,
+        disturbances={SLIP: push_both_away},
     )

@@ -6,6 +6,7 @@ and close to quasi-static pushing.
 
 import numpy as np
 
+from robopolicy.core.faults import SLIP
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, Observation
 from robopolicy.core.stages import Constraint, Stage
 from robopolicy.core.world import Rows
@@ -13,6 +14,7 @@ from sims.task import Arrays, Markers, Readings, Start, Task, elements, flat_qua
 
 SPEED = 0.4  # m/s of the pusher at full action
 TOLERANCE = 0.03  # m
+PUSHED = 0.4  # m/s of a block that slips away; the table stops it within 2 cm
 CONTACT = 0.065  # m from the cube's centre to the pusher's when they touch flat on
 
 PUSHER_FIELD = vector_field("x y velocity_x velocity_y target_x target_y", "m, m/s")
@@ -113,6 +115,12 @@ def _to_goal(observation: Arrays) -> np.ndarray:
     return _length(observation[ENVIRONMENT_STATE][..., TO_GOAL])
 
 
+def push_away(qpos: np.ndarray, qvel: np.ndarray, uniforms: np.ndarray) -> None:
+    """Give the block, whose joints come first, a speed in any direction; qpos, qvel: [R, >= 5], uniforms [R, 4]."""
+    angle = scale(uniforms[:, 0], -np.pi, np.pi)
+    qvel[:, 0:2] = PUSHED * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
+
+
 def markers(goal: np.ndarray) -> Markers:
     """The goal disc lies at the goal: [R, 2] m -> positions [R, 1, 3], quaternions [R, 1, 4]."""
     position = np.concatenate([goal, np.zeros_like(goal[:, :1])], axis=1)[:, None]
@@ -190,4 +198,5 @@ def task() -> Task:
         expert=PushCubeExpert,
         markers=markers,
         stages=stages(),
+        disturbances={SLIP: push_away},
     )

@@ -9,9 +9,11 @@ limit surface (Lynch, Maekawa and Tanie 1992) that the scripted expert plans wit
 
 import numpy as np
 
+from robopolicy.core.faults import SLIP
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, Observation
 from robopolicy.core.world import Rows
 from sims.task import Arrays, Markers, Readings, Start, Task, elements, flat_quaternion, newest, scale, vector_field
+from sims.tasks.push_cube import push_away
 
 SPEED = 0.4  # m/s of the pusher at full action
 GOAL = (0.0, 0.0, -np.pi / 4)  # m, m, rad
@@ -283,4 +285,5 @@ def task() -> Task:
         succeeded=succeeded,
         expert=PushTExpert,
         markers=markers,
+        disturbances={SLIP: push_away},
     )

@@ -2,12 +2,14 @@
 
 import numpy as np
 
+from robopolicy.core.faults import MOVED_GOAL
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from sims import arm, grasping
 from sims.task import Arrays, Readings, Start, Task, flat_quaternion, scale, vector_field
 
 EDGE = 2 * grasping.CUBE_HALF  # m
 TOLERANCE = 0.018  # m
+LOWER_AREA = [0.145, 0.03], [0.245, 0.11]  # m, where the blue cube may stand
 
 
 def start(uniforms: np.ndarray) -> Start:
@@ -18,7 +20,7 @@ def start(uniforms: np.ndarray) -> Start:
     """
     tip = scale(uniforms[:, 0:3], [0.16, -0.05, 0.08], [0.24, 0.05, 0.10])
     cube = scale(uniforms[:, 3:5], [0.145, -0.13], [0.245, -0.06])
-    lower = scale(uniforms[:, 5:7], [0.145, 0.03], [0.245, 0.11])
+    lower = scale(uniforms[:, 5:7], *LOWER_AREA)
     yaw, lower_yaw = scale(uniforms[:, 7], -0.4, 0.4), scale(uniforms[:, 8], -0.4, 0.4)
     height = np.full((len(uniforms), 1), grasping.START_HEIGHT)
     joints = arm.resting_joints(tip)
@@ -28,6 +30,12 @@ def start(uniforms: np.ndarray) -> Start:
         goal=np.empty((len(uniforms), 0)),
         control=joints,
     )
+
+
+def move_lower(qpos: np.ndarray, qvel: np.ndarray, uniforms: np.ndarray) -> None:
+    """Put the blue cube elsewhere in its area, at rest; qpos [R, 20], qvel [R, 18], uniforms [R, 4]."""
+    qpos[:, 13:15], qpos[:, 15] = scale(uniforms[:, :2], *LOWER_AREA), grasping.START_HEIGHT
+    qpos[:, 16:20], qvel[:, 12:18] = [1.0, 0.0, 0.0, 0.0], 0.0
 
 
 def observe(readings: Readings) -> dict[str, np.ndarray]:
@@ -75,6 +83,7 @@ def task() -> Task:
         horizon=60,
         cameras=("front", "top", "wrist"),
         action=arm.ACTION,
+        open_gripper=1.0,
         observation={
             STATE: arm.STATE_FIELD,
             ENVIRONMENT_STATE: vector_field(
@@ -91,4 +100,5 @@ def task() -> Task:
         potential=potential,
         succeeded=succeeded,
         expert=lambda: grasping.PlaceExpert(carry_height=0.095, precision=0.004),
+        disturbances={MOVED_GOAL: move_lower},
     )

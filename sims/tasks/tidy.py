@@ -319,6 +319,7 @@ def task() -> Task:
         horizon=70,
         cameras=("front", "top", "wrist"),
         action=arm.ACTION,
+        open_gripper=1.0,
         observation={STATE: arm.STATE_FIELD, ENVIRONMENT_STATE: SCENE_FIELD},
         uniforms=21,
         start=start,

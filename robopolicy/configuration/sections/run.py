@@ -136,7 +136,9 @@ class WorldSection:
     """
     options: dict[str, Any] = field(default_factory=dict)
     """Additional options of the world, such as world.options.style=3. In any world, latency_steps=d executes every
-    action chunk d control steps late and adds the chosen but not yet executed actions to the observation.
+    action chunk d control steps late and adds the chosen but not yet executed actions to the observation, and
+    faults=[slip,moved_goal,blackout,frozen_joint,latency,sensor_offset] plants one of them in a share fault_rate (.8)
+    of the episodes.
     """
 
     def __post_init__(self):
