@@ -12,7 +12,6 @@ import pytest
 from torch import nn
 
 from robopolicy.cli import main
-from robopolicy.core.faulty import fault_plan
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.testing.controller import check_controller
@@ -384,18 +383,6 @@ def test_a_tracker(tmp_path):
     assert main(["train", *settings, *small]) == 0
     lines = (tmp_path / "train" / "reach_planar" / "0" / "lines.txt").read_text().splitlines()
     assert lines[0] == "train-reach_planar-0" and lines[1].startswith("100 ") and lines[-1] == "finished"
-
-
-@pytest.mark.parametrize("fault", ["stall", f"{PACKAGE}.faults:Stall"])
-def test_a_fault(fault):
-    check_world(lambda rows: make_world("push_cube", rows, faults=[fault], fault_rate=1.0), renders=False)
-    world, plain = make_world("push_cube", 3, faults={fault: {"rest": 0.5}}, fault_rate=1.0), make_world("push_cube", 3)
-    plan, actions = fault_plan(world, np.arange(3)), np.random.default_rng(0).uniform(-1, 1, (3, 40, 2))
-    assert plan is not None and set(plan.names) == {fault}
-    halved = np.where((np.arange(40) >= plan.begins[:, None])[..., None], 0.5 * actions, actions)
-    for each in (world, plain):
-        each.reset(seeds=np.arange(3))
-    np.testing.assert_array_equal(world.step(actions).trace[STATE], plain.step(halved).trace[STATE])
 
 
 @pytest.mark.parametrize("physics", ["stepped", f"{PACKAGE}.physics:Stepped"])

@@ -1,5 +1,7 @@
 """Planted faults: what each does, when it begins, and that an episode is the same in any batch, chunk and snapshot."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,13 +13,19 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
 from robopolicy.evaluation.tables import fault_table
 from robopolicy.testing.world import check_world
-from sims.registry import make_expert, make_world
+from sims import registry
+from sims.registry import make_expert
 from worldmodels.env import ImaginedWorld
 from worldmodels.oracle import OracleModel
 from worldmodels.protocol import Context
 
 ALL = list(FAULTS.ours)
+OUTSIDE = "outside_robotics"
 SEEDS = np.arange(4)
+
+
+def make_world(*args, **options) -> Any:
+    return registry.make_world(*args, **options)
 
 
 def begins(world, rows=SEEDS):
@@ -88,7 +96,8 @@ def test_a_frozen_gripper_keeps_its_last_value():
     seeds = SEEDS
     while row is None:  # another batch, until one has the gripper
         seeds = seeds + 4
-        faulty.reset(seeds=seeds), plain.reset(seeds=seeds)
+        for each in (faulty, plain):
+            each.reset(seeds=seeds)
         row = next((row for row in range(4) if int(4 * draw_of(faulty, row)) == 3), None)
     begin = int(begins(faulty, seeds)[row])
     actions = np.random.default_rng(1).uniform(-1, 1, (4, begin + 8, 4))
@@ -199,7 +208,8 @@ def test_what_a_world_cannot_do_is_refused_by_name():
 
 def test_snapshots_belong_to_worlds_with_the_same_faults():
     world, other = make_world("push_cube", 2, faults=["latency"]), make_world("push_cube", 2)
-    world.reset(seeds=[0, 1]), other.reset(seeds=[0, 1])
+    for each in (world, other):
+        each.reset(seeds=[0, 1])
     with pytest.raises(SpecError, match="not from a world with faults="):
         world.restore(other.snapshot())
 
@@ -226,4 +236,20 @@ def test_imagined_worlds_have_faults_too():
 
     check_world(imagined, renders=False)
     with pytest.raises(ConfigError, match="'imagined push_cube' cannot have the fault slip"):
-        with_faults_of({"faults": ["slip"]}, ImaginedWorld(OracleModel(make_world("push_cube", 1)), None, 1))
+        with_faults_of(
+            {"faults": ["slip"]}, ImaginedWorld(OracleModel(make_world("push_cube", 1)), lambda seeds: Context({}), 1)
+        )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["stall", f"{OUTSIDE}.faults:Stall"])
+def test_a_fault_of_another_package(fault):
+    pytest.importorskip(OUTSIDE, reason="install it with: pip install -e tests/outside")
+    check_world(lambda rows: make_world("push_cube", rows, faults=[fault], fault_rate=1.0), renders=False)
+    world, plain = make_world("push_cube", 3, faults={fault: {"rest": 0.5}}, fault_rate=1.0), make_world("push_cube", 3)
+    plan, actions = fault_plan(world, np.arange(3)), np.random.default_rng(0).uniform(-1, 1, (3, 40, 2))
+    assert plan is not None and set(plan.names) == {fault}
+    halved = np.where((np.arange(40) >= plan.begins[:, None])[..., None], 0.5 * actions, actions)
+    for each in (world, plain):
+        each.reset(seeds=np.arange(3))
+    np.testing.assert_array_equal(world.step(actions).trace[STATE], plain.step(halved).trace[STATE])
