@@ -303,8 +303,12 @@ class RowEnvironment:
         """Execute an action, [A], and return the environment's result: observation, reward, terminated, truncated,
         info.
         """
-        with self._own_globals():
-            done = self.environment.step(action.reshape(self._action_space.shape))
+        action = action.reshape(self._action_space.shape)
+        if self._seed_globals:
+            with self._own_globals():
+                done = self.environment.step(action)
+        else:
+            done = self.environment.step(action)
         if not isinstance(done, tuple) or len(done) != 5:
             raise SpecError(f"step returned {_described(done)}: {OLD}.")
         observation, reward, terminated, truncated, info = done
@@ -391,6 +395,8 @@ def control_rate(value: Any) -> float | None:
 
 def _one_number(reward: Any) -> float:
     """Return a reward, or NaN when it is not one number; the error is raised only where the reward is used."""
+    if isinstance(reward, float):
+        return float(reward)
     try:
         value = to_array(reward)
     except (TypeError, ValueError):

@@ -5,14 +5,18 @@ the goal is observed, and the reward is the progress of Meta-World's shaped rewa
 torch.
 """
 
+import weakref
 from typing import Any
 
 import gymnasium
+import mujoco
 import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import seeding
 
 from robopolicy.core.errors import ConfigError, did_you_mean, extra_conflict, in_one_line, require_extra
+from sims.suites.metaworld_stepper import lean
+from sims.suites.mujoco_state import MujocoCamera, MujocoState
 
 HORIZON = 500
 LEVEL = 10.0
@@ -41,7 +45,7 @@ def open_metaworld(task: str) -> gymnasium.Env:
     if task not in tasks:
         raise ConfigError(f"Meta-World has no task '{task}'.{did_you_mean(task, tasks)}")
     try:
-        inner = tasks[task]()
+        inner = lean(tasks[task])()
     except Exception as error:  # another mujoco than it knows has other arrays
         conflict = extra_conflict("metaworld")
         raise ConfigError(f"Meta-World's '{task}' could not be created: {in_one_line(error)}.{conflict}") from error
@@ -65,6 +69,7 @@ class MetaworldEnvironment(gymnasium.Wrapper):
         super().__init__(environment)
         self.observation_space = spaces.Dict(agent_pos=_unbounded(ROBOT), environment_state=_unbounded(OBJECTS))
         self._level = 0.0
+        self.painter = MetaworldPainter(environment)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
         """Start the episode of `seed`; options are not used. Returns agent_pos [8], environment_state [31]; info."""
@@ -86,6 +91,53 @@ class MetaworldEnvironment(gymnasium.Wrapper):
         level = float(reward) / LEVEL
         progress, self._level = level - self._level, level
         return _split(flat), progress, terminated, truncated, info
+
+
+class Drawing:
+    """What a process's environments of one task share to draw images: graphics contexts, of 130 MB each, and data."""
+
+    def __init__(self, model: mujoco.MjModel):
+        self.renderers: dict[tuple[int, int], mujoco.Renderer] = {}
+        self.data = mujoco.MjData(model)
+        self.users = weakref.WeakSet[MetaworldPainter]()
+
+    def close(self) -> None:
+        """Free every graphics context."""
+        for renderer in self.renderers.values():
+            renderer.close()
+        self.renderers.clear()
+
+
+DRAWINGS: dict[type, Drawing] = {}
+"""Class of a task -> what its environments share."""
+
+
+class MetaworldPainter(MujocoCamera):
+    """Images of the present state. What Meta-World derives from it is older after a reset, for example the goal."""
+
+    def __init__(self, environment: gymnasium.Env):
+        super().__init__(environment, MujocoState(environment))
+        kind = type(environment)
+        if kind not in DRAWINGS:
+            DRAWINGS[kind] = Drawing(self._state.model)
+        self._owner = self._drawing = DRAWINGS[kind]
+        self._drawing.users.add(self)
+        self._renderers = self._drawing.renderers
+
+    def _drawn_data(self) -> mujoco.MjData:
+        model, drawn = self._state.model, self._drawing.data
+        for name in ("qpos", "mocap_pos", "mocap_quat"):
+            getattr(drawn, name)[:] = getattr(self._state.data, name)
+        mujoco.mj_kinematics(model, drawn)
+        mujoco.mj_comPos(model, drawn)  # lights and cameras may follow a centre of mass
+        mujoco.mj_camlight(model, drawn)
+        return drawn
+
+    def close(self) -> None:
+        """Free the graphics contexts after the last environment of the task."""
+        self._drawing.users.discard(self)
+        if not self._drawing.users:
+            self._drawing.close()
 
 
 def _unbounded(parts: tuple[slice, ...]) -> spaces.Box:

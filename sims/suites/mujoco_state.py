@@ -17,7 +17,7 @@ import mujoco
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, did_you_mean
-from sims.graphics import open_renderer, without_shadows
+from sims.graphics import HoldsContexts, open_renderer, without_shadows
 
 _VARIABLE = ("bvh_", "plugin", "solver_", "warning", "timer", "maxuse_")
 _MODEL_ARRAYS = [
@@ -162,6 +162,7 @@ class MujocoCamera:
         model = state.model
         self.names = ("default", *(model.camera(index).name for index in range(model.ncam) if model.camera(index).name))
         self._renderers: dict[tuple[int, int], mujoco.Renderer] = {}
+        self._owner: HoldsContexts = self
         # Gymnasium's convention: draw the goal marker (a site in the model) just before rendering.
         self._looks = getattr(environment.unwrapped, "scene_option", None)
         callback = getattr(environment.unwrapped, "_render_callback", None)
@@ -180,12 +181,15 @@ class MujocoCamera:
         if self._mark_goal:
             self._mark_goal()
         view = self._free_view() if camera == "default" else camera
-        renderer.update_scene(self._state.data, view, scene_option=self._looks)
+        renderer.update_scene(self._drawn_data(), view, scene_option=self._looks)
         without_shadows(renderer)
         frame = renderer.render()
         if before is not None:
             self._state.restore_physics(before)
         return frame
+
+    def _drawn_data(self) -> mujoco.MjData:
+        return self._state.data
 
     def _free_view(self) -> mujoco.MjvCamera:
         view = mujoco.MjvCamera()
@@ -202,7 +206,7 @@ class MujocoCamera:
         if (height, width) not in self._renderers:
             model = self._state.model
             model.vis.quality.offsamples = 0
-            self._renderers[height, width] = open_renderer(model, height, width, self)
+            self._renderers[height, width] = open_renderer(model, height, width, self._owner)
         return self._renderers[height, width]
 
     def close(self) -> None:

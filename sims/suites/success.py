@@ -134,6 +134,8 @@ def to_bool(value: Any, what: str, remedy: str = SAY) -> bool:
     """Convert an environment's flag to bool: a bool, 0 or 1, an array or tensor of one element. Raises SpecError
     otherwise.
     """
+    if isinstance(value, (bool, float)) and value in (0, 1):
+        return bool(value)
     try:
         flag = to_array(value)
     except (TypeError, ValueError):
