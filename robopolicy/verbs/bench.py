@@ -3,6 +3,7 @@
 - sims: robopolicy's engine, pure physics, gymnasium's vector environments on the same scene, and Meta-World,
   interleaved in one process.
 - libero: CPU time of a control step of LIBERO, in its own environment and in robopolicy's, with and without cameras.
+- metaworld: the same of Meta-World, for 1, 16 and 64 rows, next to EnvPool where it is installed.
 - recipes: demonstrations, pre-training and fine-tuning by recipe name, per seed.
 - algorithms: success against environment steps on the same tasks, base policies and seeds.
 - collection: speed and quality when collection does not wait for the longest episodes.
@@ -40,9 +41,9 @@ Recorded data:
 Removed benchmarks, with their results and the last commit of their code in robopolicy/benchmarks/README.md: precision,
 styles.
 
-`tables` writes the result tables of the READMEs and draws their plots, from assets/figures. All benchmarks except sims
-and libero resume after an interruption. Several processes may measure different seeds (bench.seeds) in one folder at
-once; the same command with all seeds then shows all results. Rows of recipes are measured in N processes with
+`tables` writes the result tables of the READMEs and draws their plots, from assets/figures. All benchmarks except sims,
+libero and metaworld resume after an interruption. Several processes may measure different seeds (bench.seeds) in one
+folder at once; the same command with all seeds then shows all results. Rows of recipes are measured in N processes with
 workers.count=N. Select a custom benchmark by its import path, bench.name=package.module:BENCHMARK.
 """
 
@@ -92,6 +93,7 @@ BENCHMARKS = Registry(
         for name in (
             "sims",
             "libero",
+            "metaworld",
             "recipes",
             "algorithms",
             "collection",

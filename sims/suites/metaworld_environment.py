@@ -4,6 +4,8 @@ Meta-World's own reset ignores its seed and its observation hides the goal. Here
 the goal is observed, and the reward is the progress of Meta-World's shaped reward. Runs inside worker processes: no
 torch.
 """
+# pyright: reportAttributeAccessIssue=false
+# (MuJoCo's compiled classes have no type stubs.)
 
 import weakref
 from typing import Any
