@@ -21,8 +21,8 @@ OURS = {
 }
 TASKS = Registry("task", "", OURS)
 """Built-in tasks: functions that return a `Task`."""
-WORLDS = Registry("world", GROUP, OURS)
-"""Built-in tasks and the worlds of installed packages; see `make_world` for all name forms."""
+WORLDS = Registry("world", GROUP, {**OURS, "pusht": "sims.suites.pusht_world:PushTWorld"})
+"""Built-in tasks, the original Push-T, and the worlds of installed packages; see `make_world` for all name forms."""
 
 
 @dataclass(frozen=True)

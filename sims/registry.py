@@ -155,6 +155,8 @@ def require_trusted(name: str, where: object, way_out: str) -> None:
 def make_expert(name: str, spec: WorldSpec) -> Controller | None:
     """Build the scripted expert of the world `name`, or return None when it has none.
 
+    A world's class or function has one if its attribute `expert`, called with the spec, returns it.
+
     Raises ConfigError when a suite's extra is not installed or an import path is invalid.
     """
     suite = suite_of(name)
@@ -162,9 +164,11 @@ def make_expert(name: str, spec: WorldSpec) -> Controller | None:
         if suite.extra is not None:
             require_extra(*suite.extra)
         return load_dotted(suite.expert, "Expert")(name.removeprefix(suite.prefix), spec) if suite.expert else None
-    task = _task(name, WORLDS.load(name)) if name in WORLDS or is_dotted(name) else None
+    target = WORLDS.load(name) if name in WORLDS or is_dotted(name) else None
+    task = _task(name, target)
     if task is None:
-        return None
+        build = getattr(target, "expert", None)
+        return build(spec) if callable(build) else None
     expert = NamedController(task.expert(), name) if is_dotted(name) else task.expert()
     return WithPlainInstructions(expert, task.paraphrases) if task.paraphrases else expert
 

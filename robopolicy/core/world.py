@@ -31,7 +31,8 @@ class Step:
     bootstrap); truncated: [B] a time limit (bootstrap); success: [B] the episode has succeeded so far. A row that ended
     before the call keeps its flags and observation, with no valid step. World models add horizon_end [B] (the imagined
     rollout was cut off: bootstrap, never a real end) and uncertainty [B, C]. Where a classifier supplies success,
-    own_success [B] is the world's own, if it reports one.
+    own_success [B] is the world's own, if it reports one. benchmark_score [B]: the published score of the episode so far,
+    for a benchmark whose score is not the success rate.
     """
 
     observation: Observation
@@ -44,6 +45,7 @@ class Step:
     horizon_end: Array | None = None
     uncertainty: Array | None = None
     own_success: Array | None = None
+    benchmark_score: Array | None = None
 
     @property
     def ended(self) -> Array:

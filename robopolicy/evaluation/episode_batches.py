@@ -32,7 +32,7 @@ class EpisodeBatch:
     """Outcomes of n episodes, each [n]: success, cut (imagination truncated early) bool; returns; lengths in steps; the
     instructions, as the world gave them; outside: [1 + A] counts of actions beyond the bounds, see
     `OutsideBounds.counts`, None if not counted; own_success: the world's own success [n], where a classifier supplies
-    `success`.
+    `success`; benchmark_score: the benchmark's own score [n], None if it has none.
     """
 
     success: np.ndarray
@@ -42,6 +42,7 @@ class EpisodeBatch:
     instructions: tuple[str, ...]
     outside: np.ndarray | None = None
     own_success: np.ndarray | None = None
+    benchmark_score: np.ndarray | None = None
 
 
 def episode_batches(seeds: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
@@ -112,6 +113,7 @@ def play_episode_batch(
         instructions,
         outside_bounds.counts,
         None if step.own_success is None else step.own_success[:count].copy(),
+        None if step.benchmark_score is None else step.benchmark_score[:count].copy(),
     )
 
 

@@ -54,7 +54,8 @@ class EvaluationResult:
     world has one; outside: number of actions beyond the world's bounds and how they were handled, "" for none;
     classifier: description of the classifier that supplies success, as in `core.world.ClassifiesSuccess`, with the
     world's own success [E] in `own_success` if it reports one; faults [E]: planted fault of each episode, "" for none,
-    and the control steps before it begins in fault_begins [E]; () and None in a world without faults.
+    and the control steps before it begins in fault_begins [E]; () and None in a world without faults; benchmark_score:
+    the benchmark's own score [E], such as Push-T's largest coverage, None if it has none.
     """
 
     world: str
@@ -75,6 +76,7 @@ class EvaluationResult:
     own_success: np.ndarray | None = None
     faults: tuple[str, ...] = ()
     fault_begins: np.ndarray | None = None
+    benchmark_score: np.ndarray | None = None
 
     @property
     def episodes(self) -> int:
@@ -193,6 +195,10 @@ class EvaluationResult:
         beyond: dict[str, Any] = {"actions_outside": self.outside} if self.outside else {}
         if self.classifier is not None:
             beyond["classifier"] = self.classified()
+        if self.benchmark_score is not None:
+            low_score, high_score = mean_interval(self.benchmark_score, self.confidence)
+            mean = float(self.benchmark_score.mean())
+            beyond["benchmark_score"] = {"mean": mean, "low": low_score, "high": high_score}
         return {
             "world": self.world,
             "episodes": self.episodes,
@@ -225,6 +231,8 @@ class EvaluationResult:
             per_episode["own_success"] = self.own_success.tolist()
         if self.fault_begins is not None:
             per_episode |= {"faults": list(self.faults), "fault_begins": self.fault_begins.tolist()}
+        if self.benchmark_score is not None:
+            per_episode["benchmark_score"] = self.benchmark_score.tolist()
         return {**self.summary(), "per_episode": per_episode}
 
     @staticmethod
@@ -250,6 +258,7 @@ class EvaluationResult:
             own_success=np.asarray(episodes["own_success"], dtype=bool) if "own_success" in episodes else None,
             faults=tuple(episodes.get("faults", ())),
             fault_begins=np.asarray(episodes["fault_begins"]) if "fault_begins" in episodes else None,
+            benchmark_score=np.asarray(episodes["benchmark_score"]) if "benchmark_score" in episodes else None,
         )
 
 
@@ -354,8 +363,12 @@ class Evaluation:
         instructions = np.full(len(seeds), "", dtype=object)
         outside_bounds = OutsideBounds(spec)
         own_success = None if any(wave.own_success is None for wave in played.values()) else np.zeros_like(success)
+        scored = all(wave.benchmark_score is not None for wave in played.values())
+        benchmark_score = np.zeros(len(seeds)) if scored else None
         for place, index in enumerate(self.batches):
             wave = played[place]
+            if benchmark_score is not None:
+                benchmark_score[index] = wave.benchmark_score
             if own_success is not None:
                 own_success[index] = wave.own_success
             success[index], returns[index] = wave.success, wave.returns
@@ -382,6 +395,7 @@ class Evaluation:
             own_success=own_success,
             faults=() if self.faults is None else self.faults.names,
             fault_begins=None if self.faults is None else self.faults.begins,
+            benchmark_score=benchmark_score,
         )
 
 

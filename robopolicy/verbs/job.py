@@ -315,8 +315,11 @@ def print_evaluations(verdicts: dict[str, PolicyEvaluation]) -> None:
         for mode, smoothness in verdict.smoothness.items():
             output.print(f"{name}, {mode}: {smoothness.text}", markup=False)
         for mode in (verdict.deterministic, verdict.stochastic):
+            kind = "deterministic" if mode.deterministic else "stochastic"
+            if score := mode.summary().get("benchmark_score"):
+                interval = f"[{score['low']:.3f}, {score['high']:.3f}]"
+                output.print(f"{name}, {kind}: benchmark's own score {score['mean']:.3f} {interval}", markup=False)
             if mode.outside:
-                kind = "deterministic" if mode.deterministic else "stochastic"
                 output.print(f"{name}, {kind}: {mode.outside}", markup=False, soft_wrap=True)
         if text := classifier_text(name, verdict.deterministic.summary()):
             output.print(text, markup=False, soft_wrap=True)

@@ -1,0 +1,286 @@
+"""Expert of the original Push-T: plans a few pushes ahead, walks round the T to the first, pushes, and plans again.
+
+gym-pusht's T has no inertia and no friction, so a pusher that stays at one point of its edge moves it by a constant
+twist in its own frame: along the edge's normal, turning by lever over squared radius of gyration. A push is therefore
+an exact arc, and a beam search over contacts and lengths is cheap. Units are pixels, control steps and radians; poses
+[..., 3] are x and y of the centre of mass and the angle.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation, WorldSpec
+from robopolicy.core.world import Rows
+from sims.suites.pusht_board import GOAL, RECTANGLES
+from sims.suites.pusht_world import MARKS, POSE_FIELD
+from sims.task import newest
+
+BOARD = 512.0
+RADIUS = 15.0  # px, the pusher's
+CENTRE = np.array([0.0, 45.0])  # px, centre of mass in the T's frame, as gym-pusht sets it
+GYRATION = 3000.0  # px^2, moment of inertia over mass, as gym-pusht sets it
+SPREAD = 44.0  # px, root mean square distance of the T's area from its middle: pixels per radian of angle error
+
+
+def compose(pose: np.ndarray, twist: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Return the pose [..., 3] after moving by a twist [..., 3], per pixel in the T's frame, for `length` [...]."""
+    turn = twist[..., 2] * length
+    # Integrals of cosine and sine along the arc; sinc(x) is sin(pi x) / (pi x).
+    half = turn / 2
+    reach = length * np.sinc(half / np.pi)
+    cosine, sine = reach * np.cos(pose[..., 2] + half), reach * np.sin(pose[..., 2] + half)
+    x = pose[..., 0] + cosine * twist[..., 0] - sine * twist[..., 1]
+    y = pose[..., 1] + sine * twist[..., 0] + cosine * twist[..., 1]
+    return np.stack(np.broadcast_arrays(x, y, pose[..., 2] + turn), axis=-1)
+
+
+def error_of(pose: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    """Return the error [..., 3] of poses in their own frame, px: what is left to move and, times SPREAD, to turn."""
+    dx, dy = goal[..., 0] - pose[..., 0], goal[..., 1] - pose[..., 1]
+    cosine, sine = np.cos(pose[..., 2]), np.sin(pose[..., 2])
+    turn = (goal[..., 2] - pose[..., 2] + np.pi) % (2 * np.pi) - np.pi
+    return np.stack([cosine * dx + sine * dy, cosine * dy - sine * dx, SPREAD * turn], axis=-1)
+
+
+def best_length(pose: np.ndarray, twist: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    """Return the length [...] >= 0 of a push that brings a pose closest to the goal, by three Gauss-Newton steps."""
+    scaled = twist * np.array([1.0, 1.0, SPREAD])
+    length = np.zeros(np.broadcast_shapes(pose.shape[:-1], twist.shape[:-1]))
+    for _ in range(3):
+        left = (error_of(compose(pose, twist, length), goal) * scaled).sum(-1) / (scaled**2).sum(-1)
+        length = np.clip(length + left, 0.0, 400.0)
+    return length
+
+
+def contacts() -> tuple[np.ndarray, np.ndarray]:
+    """Return points on the T's edge [N, 2] and the outward normals there [N, 2], in the T's frame."""
+    rows: list[tuple[float, float, float, float]] = []
+    rows += [(x, 0.0, 0, -1) for x in np.linspace(-54, 54, 15)]
+    rows += [(60.0 * side, y, side, 0) for side in (-1, 1) for y in np.linspace(5, 25, 4)]
+    rows += [(side * x, 30.0, 0, 1) for side in (-1, 1) for x in np.linspace(34, 54, 4)]
+    rows += [(15.0 * side, y, side, 0) for side in (-1, 1) for y in np.linspace(49, 114, 9)]
+    rows += [(x, 120.0, 0, 1) for x in np.linspace(-10, 10, 4)]
+    table = np.array(rows)
+    return table[:, :2], table[:, 2:]
+
+
+def twists_of(points: np.ndarray, normals: np.ndarray) -> np.ndarray:
+    """Return the twists [N, 3], per pixel of push, of pushes at edge points [N, 2] against their normals [N, 2]."""
+    lever = points - CENTRE
+    moment = -(lever[:, 0] * normals[:, 1] - lever[:, 1] * normals[:, 0])
+    share = 1 / (1 + moment**2 / GYRATION)
+    return np.concatenate([-normals * share[:, None], (moment / GYRATION * share)[:, None]], axis=1)
+
+
+class Paths:
+    """Shortest paths of the pusher around the T, in the T's frame, through nodes near its corners."""
+
+    clearance, margin = RADIUS + 1.5, RADIUS + 9.0
+
+    def __init__(self) -> None:
+        m = self.margin
+        outer = [(side * (60 + m), y) for side in (-1, 1) for y in (-m, 30 + m)]
+        inner = [(side * (15 + m), y) for side in (-1, 1) for y in (30 + m, 120 + m)]
+        self.nodes = np.array(outer + inner)
+        count = len(self.nodes)
+        pairs = self.nodes[:, None], self.nodes[None]
+        self.lengths = np.where(self.free(*pairs), np.linalg.norm(pairs[0] - pairs[1], axis=-1), np.inf)
+        for middle in range(count):  # Floyd and Warshall
+            self.lengths = np.minimum(self.lengths, self.lengths[:, middle, None] + self.lengths[None, middle])
+
+    def free(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Return whether the pusher can move from `start` [..., 2] to `end` [..., 2] in a straight line: [...] bool."""
+        start, end = np.broadcast_arrays(start, end)
+        way = np.where(np.abs(end - start) < 1e-9, 1e-9, end - start)
+        hit = np.zeros(start.shape[:-1], dtype=bool)
+        for left, right, low, high in RECTANGLES:
+            near = (np.array([left, low]) - self.clearance - start) / way
+            far = (np.array([right, high]) + self.clearance - start) / way
+            enter, leave = np.minimum(near, far).max(-1), np.maximum(near, far).min(-1)
+            hit |= (enter < leave) & (leave > 0) & (enter < 1)
+        return ~hit
+
+    def distances(self, start: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return path lengths [N] from `start` [2] to `ends` [N, 2], and the first node of each, -1 for a straight
+        line.
+        """
+        straight = np.where(self.free(start, ends), np.linalg.norm(ends - start, axis=-1), np.inf)
+        out = np.where(self.free(start, self.nodes), np.linalg.norm(self.nodes - start, axis=-1), np.inf)
+        if not np.isfinite(out).any():  # within the clearance: every node may be tried
+            out = np.linalg.norm(self.nodes - start, axis=-1)
+        last = np.linalg.norm(self.nodes[:, None] - ends[None], axis=-1)
+        last = np.where(self.free(self.nodes[:, None], ends[None]), last, np.inf)
+        through = out[:, None] + (self.lengths[:, :, None] + last[None]).min(axis=1)  # [node, end]
+        node, total = through.argmin(axis=0), through.min(axis=0)
+        return np.minimum(straight, total), np.where(straight <= total, -1, node)
+
+
+@dataclass
+class Plan:
+    """The current push: contact's number, pose at which the push ends, pose at which it was planned, whether the
+    pusher has reached the contact.
+    """
+
+    contact: int
+    end: np.ndarray
+    planned_at: np.ndarray
+    pushing: bool = False
+
+
+class PushTOriginalExpert:
+    """Scripted expert of `PushTWorld`. It remembers one planned push per row; everything else follows from the
+    observation.
+
+    Raises ConfigError when the T's pose is not part of the observation.
+    """
+
+    beam, depth = 40, 3
+    stand_off = 7.0  # px between pusher and edge where a push begins
+    walk_lead, push_lead = 60.0, 40.0  # px that targets are ahead: five times as many px per second of steady speed
+
+    def __init__(self, spec: WorldSpec) -> None:
+        field = spec.observation.get(ENVIRONMENT_STATE)
+        if field is None:
+            raise ConfigError(
+                "The expert of Push-T reads the T's pose: set world.options.observation=keypoints, corners or state."
+            )
+        marks = [each for each in MARKS.values() if 2 * len(each) == field.size]
+        self._marks = marks[0] if field.size != POSE_FIELD.size else None
+        self._goal = np.array([*(np.array(GOAL[:2]) + rotated(CENTRE, GOAL[2])), GOAL[2]])
+        points, normals = contacts()
+        self._twists, self._normals = twists_of(points, normals), normals
+        self._centres = points + RADIUS * normals
+        self._begins = points + (RADIUS + self.stand_off) * normals
+        self._paths = Paths()
+        self._walks = np.stack([self._paths.distances(begin, self._begins)[0] for begin in self._begins])
+        self._plans: dict[int, Plan] = {}
+
+    def reset(self, rows: Rows = None) -> None:
+        """Discard the plans of `rows` [R], None for all."""
+        for row in list(self._plans) if rows is None else np.asarray(rows).tolist():
+            self._plans.pop(row, None)
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Return target positions [B, 2] px for an observation [B, H, ...]."""
+        agents, shown = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
+        actions = [
+            self._target(row, agent, self._pose(each))
+            for row, (agent, each) in enumerate(zip(agents, shown, strict=True))
+        ]
+        return np.clip(np.array(actions), 0.0, BOARD)
+
+    def _pose(self, shown: np.ndarray) -> np.ndarray:
+        """Return the pose [3] of a T shown as marks [2 K] or as x, y and angle [3]."""
+        if self._marks is None:
+            return np.array([*(shown[:2] + rotated(CENTRE, shown[2])), shown[2]])
+        points = shown.reshape(-1, 2)
+        own, seen = self._marks - self._marks.mean(axis=0), points - points.mean(axis=0)
+        angle = np.arctan2((own[:, 0] * seen[:, 1] - own[:, 1] * seen[:, 0]).sum(), (own * seen).sum())
+        return np.array([*(points.mean(axis=0) + rotated(CENTRE - self._marks.mean(axis=0), angle)), angle])
+
+    def _target(self, row: int, agent: np.ndarray, pose: np.ndarray) -> np.ndarray:
+        """Return the target position [2] of one row, of which the pusher is at `agent` [2] and the T at `pose` [3]."""
+        place = rotated(agent - pose[:2], -pose[2]) + CENTRE  # the pusher in the T's frame
+        plan = self._plans.get(row)
+        moved = 0.0 if plan is None else np.linalg.norm(error_of(plan.planned_at, pose))
+        arrived = False
+        for _ in range(2):
+            if plan is None:
+                plan = self._plans[row] = self._plan(pose, place)
+            gap, beside = self._offsets(plan.contact, place)
+            length = float(best_length(pose, self._twists[plan.contact], plan.end))
+            arrived = beside < (9.0 if plan.pushing else 4.0) and -4.0 < gap < self.stand_off + 3.0
+            spoilt = (not plan.pushing and moved > 2.0) or (plan.pushing and not arrived)
+            if not (spoilt or length < 0.3):
+                break
+            plan, moved = None, 0.0
+        assert plan is not None
+        if arrived:
+            plan.pushing = True
+            ahead = compose(pose, self._twists[plan.contact], np.array(min(length, self.push_lead)))
+            return ahead[:2] + rotated(self._centres[plan.contact] - CENTRE, ahead[2])
+        return pose[:2] + rotated(self._walk(place, self._begins[plan.contact]) - CENTRE, pose[2])
+
+    def _offsets(self, contact: int, place: np.ndarray) -> tuple[float, float]:
+        """Return the pusher's gap from the edge at a contact and its distance beside it, px."""
+        offset, normal = place - self._centres[contact], self._normals[contact]
+        gap = float(offset @ normal)
+        return gap, float(np.linalg.norm(offset - gap * normal))
+
+    def _walk(self, place: np.ndarray, goal: np.ndarray) -> np.ndarray:
+        """Return a target [2] on the way from `place` to `goal`, in the T's frame."""
+        away = self._away(place)
+        if away is not None:
+            return place + 25.0 * away
+        _, node = self._paths.distances(place, goal[None])
+        target = goal if node[0] < 0 else self._paths.nodes[node[0]]
+        way = target - place
+        return place + way * min(1.0, self.walk_lead / max(float(np.linalg.norm(way)), 1e-9))
+
+    def _away(self, place: np.ndarray) -> np.ndarray | None:
+        """Return the direction away from the T [2] where the pusher is too close to walk, else None."""
+        boxes = np.array(RECTANGLES)
+        offsets = place - np.clip(place, boxes[:, ::2], boxes[:, 1::2])
+        distances = np.linalg.norm(offsets, axis=-1)
+        nearest = distances.argmin()
+        if distances[nearest] > self._paths.clearance + 1e-6:
+            return None
+        return offsets[nearest] / max(distances[nearest], 1e-6)
+
+    def _plan(self, pose: np.ndarray, place: np.ndarray) -> Plan:
+        """Return the first push of the best sequence found."""
+        walks, _ = self._paths.distances(place, self._begins)
+        poses, costs = pose[None], np.zeros(1)
+        at, first, first_end = np.array([-1]), np.array([-1]), pose[None]
+        best_cost, best = np.inf, (-1, pose)
+        for depth in range(self.depth):
+            count = len(self._twists)
+            length = best_length(poses[:, None], self._twists, self._goal)[..., None]  # [K, N, 1]
+            if depth < self.depth - 1:
+                fixed = np.broadcast_to(np.array([6.0, 15.0, 35.0, 70.0]), (*length.shape[:2], 4))
+                length = np.concatenate([length * np.array([0.4, 0.7, 1.0]), fixed], axis=-1)
+            ends = compose(poses[:, None, None], self._twists[:, None], length)
+            walk = np.where(at[:, None] < 0, walks, self._walks[at])
+            cost = costs[:, None, None] + self._steps(walk)[..., None] + length / 10.0
+            cost = cost + self._outside(ends, count)
+            cost = np.where(length > 0.3, cost, np.inf)
+            left = np.linalg.norm(error_of(ends, self._goal), axis=-1)
+            total = cost + self._worth(left)
+            order = np.argsort(total, axis=None)[: self.beam]
+            parent, contact, which = np.unravel_index(order, total.shape)
+            poses, costs, at = ends[parent, contact, which], cost[parent, contact, which], contact
+            first = np.where(first[parent] < 0, contact, first[parent])
+            first_end = poses if depth == 0 else first_end[parent]
+            if total[parent[0], contact[0], which[0]] < best_cost:
+                best_cost, best = total[parent[0], contact[0], which[0]], (int(first[0]), first_end[0])
+        return Plan(best[0], best[1], pose)
+
+    @staticmethod
+    def _steps(walk: np.ndarray) -> np.ndarray:
+        """Return control steps of walks [...] px, with the time to turn round."""
+        return np.where(walk < 3.0, 0.0, 4.0 + walk / 20.0)
+
+    @staticmethod
+    def _worth(left: np.ndarray) -> np.ndarray:
+        """Return the cost, in control steps, of the error [...] px that is left after the last push."""
+        return 8.0 * np.minimum(left, 4.0) + 1.0 * left
+
+    def _outside(self, ends: np.ndarray, count: int) -> np.ndarray:
+        """Return the cost of ends of pushes [K, N, L, 3] that leave the T or the pusher outside the board."""
+        corners = np.array([(x, y) for x0, x1, y0, y1 in RECTANGLES for x in (x0, x1) for y in (y0, y1)]) - CENTRE
+        places = np.concatenate(
+            [np.broadcast_to(corners, (count, len(corners), 2)), (self._centres - CENTRE)[:, None]], axis=1
+        )[:, None]
+        points = ends[..., None, :2] + rotated(places, ends[..., None, 2])
+        beyond = np.maximum(np.maximum(8.0 - points, points - (BOARD - 8.0)), 0.0).max(axis=(-2, -1))
+        return 2.0 * beyond
+
+
+def rotated(vector: np.ndarray, angle: np.ndarray | float) -> np.ndarray:
+    """Rotate vectors [..., 2] by an angle [...] -> [..., 2]."""
+    cosine, sine = np.cos(angle), np.sin(angle)
+    return np.stack(
+        [cosine * vector[..., 0] - sine * vector[..., 1], sine * vector[..., 0] + cosine * vector[..., 1]], axis=-1
+    )
