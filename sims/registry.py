@@ -164,7 +164,7 @@ def make_expert(name: str, spec: WorldSpec) -> Controller | None:
         if suite.extra is not None:
             require_extra(*suite.extra)
         return load_dotted(suite.expert, "Expert")(name.removeprefix(suite.prefix), spec) if suite.expert else None
-    target = WORLDS.load(name) if name in WORLDS or is_dotted(name) else None
+    target: Any = WORLDS.load(name) if name in WORLDS or is_dotted(name) else None
     task = _task(name, target)
     if task is None:
         build = getattr(target, "expert", None)

@@ -175,7 +175,7 @@ def test_other_verbs(run, words, texts):
         (["check", "robosuite/Lift"], "robosuite"),
         (["check", "ogbench/cube-single-v0"], "ogbench"),
         (["check", "gymnasium:FetchReach-v4"], "robotics"),
-        (["check", "gymnasium:gym_pusht/PushT-v0"], "pusht"),
+        (["check", "pusht"], "pusht"),
         (["check", "gymnasium:gym_aloha/AlohaInsertion-v0"], "aloha"),
         (["check", "gymnasium:dm_control/reacher-easy-v0"], "dmcontrol"),
         (["convert", "demo.hdf5", "out"], "convert"),

@@ -31,8 +31,8 @@ class Step:
     bootstrap); truncated: [B] a time limit (bootstrap); success: [B] the episode has succeeded so far. A row that ended
     before the call keeps its flags and observation, with no valid step. World models add horizon_end [B] (the imagined
     rollout was cut off: bootstrap, never a real end) and uncertainty [B, C]. Where a classifier supplies success,
-    own_success [B] is the world's own, if it reports one. benchmark_score [B]: the published score of the episode so far,
-    for a benchmark whose score is not the success rate.
+    own_success [B] is the world's own, if it reports one. benchmark_score [B]: the published score of the episode so
+    far, for a benchmark whose score is not the success rate.
     """
 
     observation: Observation

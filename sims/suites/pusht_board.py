@@ -20,9 +20,35 @@ GOAL = (256.0, 256.0, np.pi / 4)
 RECTANGLES = ((-60.0, 60.0, 0.0, 30.0), (-15.0, 15.0, 30.0, 120.0))
 """The T's bar and stem in its own frame: x from, to, y from, to."""
 AREA = sum((right - left) * (high - low) for left, right, low, high in RECTANGLES)
+POINTS = np.array(
+    [
+        (9.2698, 90.0410),
+        (-60.9835, -1.1867),
+        (60.9128, -1.3934),
+        (-0.2705, 25.5436),
+        (-14.0649, 122.8159),
+        (39.0027, 32.8574),
+        (-39.9664, 32.7297),
+        (-16.8243, 62.8632),
+        (23.5415, -1.7003),
+    ]
+)
+"""The nine key points of diffusion_policy's state-based Push-T in the T's frame, px: spread over the drawn T by
+farthest-point sampling with its generator's seed 0. That environment appends a mask of visible points, here omitted."""
+CORNERS = np.array([(x, y) for x0, x1, y0, y1 in RECTANGLES for x, y in ((x0, y0), (x1, y0), (x1, y1), (x0, y1))])
+"""The eight corners of gym-pusht's `environment_state`, in its order, px."""
+MARKS = {"keypoints": POINTS, "corners": CORNERS}
 STARTS = ("gym_pusht", "diffusion_policy")
 STIFFNESS, DAMPING, STEP_TIME, SUBSTEPS = 100.0, 20.0, 0.01, 10
 """Controller of the pusher, 1/s^2 and 1/s; seconds of a physics step; physics steps of a control step."""
+
+
+def points_of(poses: np.ndarray, marks: np.ndarray) -> np.ndarray:
+    """Return points of the T on the board: poses [..., 3], marks [K, 2] in the T's frame -> [..., K, 2] px."""
+    cosine, sine = np.cos(poses[..., 2, None]), np.sin(poses[..., 2, None])
+    x, y = marks[:, 0], marks[:, 1]
+    turned = np.stack([cosine * x - sine * y, sine * x + cosine * y], axis=-1)
+    return turned + poses[..., None, :2]
 
 
 def coverage(poses: np.ndarray) -> np.ndarray:
@@ -63,7 +89,7 @@ def _area_inside(x: np.ndarray, y: np.ndarray, rectangle: Sequence[float]) -> np
 
 
 def _crossings(value: np.ndarray, slope: np.ndarray, low: float, high: float, begin: Any, end: Any) -> Any:
-    """Return where value + t slope enters and leaves [low, high], each within [begin, end]."""
+    """Return the t at which value + t slope enters and leaves [low, high], each within [begin, end]."""
     slope = np.where(slope == 0, np.finfo(float).tiny, slope)
     with np.errstate(over="ignore"):
         first, second = (low - value) / slope, (high - value) / slope
@@ -79,7 +105,7 @@ def official_start(seed: int, starts: str) -> np.ndarray:
     if starts not in STARTS:
         raise ConfigError(f"world.options.starts={starts} must be one of {', '.join(STARTS)}.")
     if starts == "diffusion_policy":
-        old = np.random.RandomState(seed % 2**32)  # noqa: NPY002 (its seeds mean this generator)
+        old = np.random.RandomState(seed % 2**32)
         numbers = [old.randint(50, 450), old.randint(50, 450), old.randint(100, 400), old.randint(100, 400)]
         return np.array([*numbers, old.randn() * 2 * np.pi - np.pi])
     new = np.random.default_rng(seed)  # what gymnasium's np_random is

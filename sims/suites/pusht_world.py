@@ -6,7 +6,6 @@ actions and images are gym-pusht's; `sims.tasks.push_t` is another, easier task.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -28,40 +27,14 @@ from robopolicy.core.spec import (
     validate_actions,
 )
 from robopolicy.core.world import Controller, Rows, Snapshot, Step
-from sims.suites.pusht_board import GOAL, RECTANGLES, Board, Painter, coverage, official_start
+from sims.suites.pusht_board import CORNERS, GOAL, MARKS, Board, Painter, coverage, official_start, points_of
 
 HORIZON, FPS = 300, 10.0
 THRESHOLD = 0.95
 CAMERA, IMAGE_SIZE = "top", (96, 96)
-POINTS = np.array(
-    [
-        (9.2698, 90.0410),
-        (-60.9835, -1.1867),
-        (60.9128, -1.3934),
-        (-0.2705, 25.5436),
-        (-14.0649, 122.8159),
-        (39.0027, 32.8574),
-        (-39.9664, 32.7297),
-        (-16.8243, 62.8632),
-        (23.5415, -1.7003),
-    ]
-)
-"""The nine key points of diffusion_policy's state-based Push-T in the T's frame, px: spread over the drawn T by
-farthest-point sampling with its generator's seed 0. That environment appends a mask of visible points, here omitted."""
-CORNERS = np.array([(x, y) for x0, x1, y0, y1 in RECTANGLES for x, y in ((x0, y0), (x1, y0), (x1, y1), (x0, y1))])
-"""The eight corners of gym-pusht's `environment_state`, in its order, px."""
-MARKS = {"keypoints": POINTS, "corners": CORNERS}
 STATE_FIELD = Field((2,), unit="px", names=("agent_x", "agent_y"))
 POSE_FIELD = Field((3,), unit="px, px, rad", names=("block_x", "block_y", "block_angle"))
 OBSERVATIONS = (*MARKS, "state", "agent")
-
-
-def points_of(poses: np.ndarray, marks: np.ndarray) -> np.ndarray:
-    """Return points of the T on the board: poses [..., 3], marks [K, 2] in the T's frame -> [..., K, 2] px."""
-    cosine, sine = np.cos(poses[..., 2, None]), np.sin(poses[..., 2, None])
-    x, y = marks[:, 0], marks[:, 1]
-    turned = np.stack([cosine * x - sine * y, sine * x + cosine * y], axis=-1)
-    return turned + poses[..., None, :2]
 
 
 class PushTWorld:
@@ -69,7 +42,7 @@ class PushTWorld:
 
     batch_size: rows B; seed: of the generator of episode seeds when `reset` is given none; history: H frames;
     observation: what `observation.environment_state` shows besides the agent's position in `observation.state`:
-    "keypoints" (`POINTS`, [18]), "corners" (`CORNERS`, [16]), "state" (the T's x, y and angle from 0 to 2 pi), "agent"
+    "keypoints" (`POINTS` of the board, [18]), "corners" (`CORNERS`, [16]), "state" (the T's x, y and angle from 0 to 2 pi), "agent"
     (nothing, for images); cameras, image_size: () or ("top",), 96 pixels by default; horizon: control steps;
     starts: see `official_start`; terminate_on_success: False continues an episode to its time limit; reward_scale: of
     the progress, which is the increase of min(coverage / 0.95, 1) less the mean distance of the T's corners from their
@@ -238,7 +211,7 @@ class PushTWorld:
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
         """Overwrite `rows` with `snapshot`, taken from this or an equal world; returns all rows' observation [B, H,
-        ...]. Playing an episode again takes 30 microseconds per control step.
+        ...]. Playing an episode again takes some 40 microseconds per control step.
 
         Raises SpecError when the snapshot does not match the rows and this world.
         """

@@ -1,7 +1,7 @@
 """Push-T: a round pusher moves a T-shaped block onto its outline, position and angle (after Chi et al. 2023).
 
 Success is 2 cm and 11.5 degrees, from starts 4 to 13 cm away. The original requires 95 % coverage from anywhere on its
-board (gymnasium:gym_pusht/PushT-v0), so success rates of the two are not comparable.
+board (the world pusht), so success rates of the two are not comparable.
 
 The block slides on a viscous film, and its centre of mass is the body's origin, so pushing follows the ellipsoidal
 limit surface (Lynch, Maekawa and Tanie 1992) that the scripted expert plans with.

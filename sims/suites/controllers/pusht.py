@@ -13,8 +13,7 @@ import numpy as np
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation, WorldSpec
 from robopolicy.core.world import Rows
-from sims.suites.pusht_board import GOAL, RECTANGLES
-from sims.suites.pusht_world import MARKS, POSE_FIELD
+from sims.suites.pusht_board import GOAL, MARKS, RECTANGLES
 from sims.task import newest
 
 BOARD = 512.0
@@ -147,7 +146,7 @@ class PushTOriginalExpert:
                 "The expert of Push-T reads the T's pose: set world.options.observation=keypoints, corners or state."
             )
         marks = [each for each in MARKS.values() if 2 * len(each) == field.size]
-        self._marks = marks[0] if field.size != POSE_FIELD.size else None
+        self._marks = marks[0] if marks else None
         self._goal = np.array([*(np.array(GOAL[:2]) + rotated(CENTRE, GOAL[2])), GOAL[2]])
         points, normals = contacts()
         self._twists, self._normals = twists_of(points, normals), normals
@@ -185,7 +184,7 @@ class PushTOriginalExpert:
         place = rotated(agent - pose[:2], -pose[2]) + CENTRE  # the pusher in the T's frame
         plan = self._plans.get(row)
         moved = 0.0 if plan is None else np.linalg.norm(error_of(plan.planned_at, pose))
-        arrived = False
+        arrived, length = False, 0.0
         for _ in range(2):
             if plan is None:
                 plan = self._plans[row] = self._plan(pose, place)
@@ -233,8 +232,9 @@ class PushTOriginalExpert:
         """Return the first push of the best sequence found."""
         walks, _ = self._paths.distances(place, self._begins)
         poses, costs = pose[None], np.zeros(1)
-        at, first, first_end = np.array([-1]), np.array([-1]), pose[None]
-        best_cost, best = np.inf, (-1, pose)
+        at, first = np.array([-1]), np.array([-1])
+        first_end, best = pose[None], (-1, pose)
+        best_cost = np.inf
         for depth in range(self.depth):
             count = len(self._twists)
             length = best_length(poses[:, None], self._twists, self._goal)[..., None]  # [K, N, 1]
@@ -250,7 +250,8 @@ class PushTOriginalExpert:
             total = cost + self._worth(left)
             order = np.argsort(total, axis=None)[: self.beam]
             parent, contact, which = np.unravel_index(order, total.shape)
-            poses, costs, at = ends[parent, contact, which], cost[parent, contact, which], contact
+            poses, costs = ends[parent, contact, which], cost[parent, contact, which]
+            at = contact
             first = np.where(first[parent] < 0, contact, first[parent])
             first_end = poses if depth == 0 else first_end[parent]
             if total[parent[0], contact[0], which[0]] < best_cost:
