@@ -39,8 +39,8 @@ CORNERS = np.array([(x, y) for x0, x1, y0, y1 in RECTANGLES for x, y in ((x0, y0
 """The eight corners of gym-pusht's `environment_state`, in its order, px."""
 MARKS = {"keypoints": POINTS, "corners": CORNERS}
 STARTS = ("gym_pusht", "diffusion_policy")
-STIFFNESS, DAMPING, STEP_TIME, SUBSTEPS = 100.0, 20.0, 0.01, 10
-"""Controller of the pusher, 1/s^2 and 1/s; seconds of a physics step; physics steps of a control step."""
+STIFFNESS, DAMPING = 100.0, 20.0  # of the pusher's controller, 1/s^2 and 1/s
+STEP_TIME, SUBSTEPS = 0.01, 10  # seconds of a physics step, physics steps of a control step
 
 
 def points_of(poses: np.ndarray, marks: np.ndarray) -> np.ndarray:

@@ -42,7 +42,7 @@ class PushTWorld:
 
     batch_size: rows B; seed: of the generator of episode seeds when `reset` is given none; history: H frames;
     observation: what `observation.environment_state` shows besides the agent's position in `observation.state`:
-    "keypoints" (`POINTS` of the board, [18]), "corners" (`CORNERS`, [16]), "state" (the T's x, y and angle from 0 to 2 pi), "agent"
+    "keypoints" (`POINTS`, [18]), "corners" (`CORNERS`, [16]), "state" (the T's x, y and angle from 0 to 2 pi), "agent"
     (nothing, for images); cameras, image_size: () or ("top",), 96 pixels by default; horizon: control steps;
     starts: see `official_start`; terminate_on_success: False continues an episode to its time limit; reward_scale: of
     the progress, which is the increase of min(coverage / 0.95, 1) less the mean distance of the T's corners from their
@@ -73,7 +73,8 @@ class PushTWorld:
             if camera != CAMERA:
                 raise CameraError(f"Push-T has no camera '{camera}'.{did_you_mean(camera, [CAMERA])}", [CAMERA])
         official_start(0, starts)
-        self._observation, self._starts, self._scale = observation, starts, reward_scale
+        self._observation, self._starts = observation, starts
+        self._scale = reward_scale
         self._sizes = image_sizes(cameras, image_size, dict.fromkeys(cameras, IMAGE_SIZE))
         fields = {STATE: STATE_FIELD}
         if observation in MARKS:

@@ -13,7 +13,7 @@ import numpy as np
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation, WorldSpec
 from robopolicy.core.world import Rows
-from sims.suites.pusht_board import GOAL, MARKS, RECTANGLES
+from sims.suites.pusht_board import CORNERS, GOAL, MARKS, RECTANGLES
 from sims.task import newest
 
 BOARD = 512.0
@@ -236,7 +236,6 @@ class PushTOriginalExpert:
         first_end, best = pose[None], (-1, pose)
         best_cost = np.inf
         for depth in range(self.depth):
-            count = len(self._twists)
             length = best_length(poses[:, None], self._twists, self._goal)[..., None]  # [K, N, 1]
             if depth < self.depth - 1:
                 fixed = np.broadcast_to(np.array([6.0, 15.0, 35.0, 70.0]), (*length.shape[:2], 4))
@@ -244,18 +243,21 @@ class PushTOriginalExpert:
             ends = compose(poses[:, None, None], self._twists[:, None], length)
             walk = np.where(at[:, None] < 0, walks, self._walks[at])
             cost = costs[:, None, None] + self._steps(walk)[..., None] + length / 10.0
-            cost = cost + self._outside(ends, count)
-            cost = np.where(length > 0.3, cost, np.inf)
             left = np.linalg.norm(error_of(ends, self._goal), axis=-1)
-            total = cost + self._worth(left)
-            order = np.argsort(total, axis=None)[: self.beam]
-            parent, contact, which = np.unravel_index(order, total.shape)
-            poses, costs = ends[parent, contact, which], cost[parent, contact, which]
+            total = np.where(length > 0.3, cost + self._worth(left), np.inf)
+            # Leaving the board is checked only for pushes that are good otherwise.
+            good = np.argpartition(total, 4 * self.beam, axis=None)[: 4 * self.beam]
+            parent, contact, which = np.unravel_index(good, total.shape)
+            beyond = self._outside(ends[parent, contact, which], contact)
+            total = total[parent, contact, which] + beyond
+            order = np.argsort(total)[: self.beam]
+            parent, contact, which = parent[order], contact[order], which[order]
+            poses, costs = ends[parent, contact, which], cost[parent, contact, which] + beyond[order]
             at = contact
             first = np.where(first[parent] < 0, contact, first[parent])
             first_end = poses if depth == 0 else first_end[parent]
-            if total[parent[0], contact[0], which[0]] < best_cost:
-                best_cost, best = total[parent[0], contact[0], which[0]], (int(first[0]), first_end[0])
+            if total[order[0]] < best_cost:
+                best_cost, best = total[order[0]], (int(first[0]), first_end[0])
         return Plan(best[0], best[1], pose)
 
     @staticmethod
@@ -268,13 +270,11 @@ class PushTOriginalExpert:
         """Return the cost, in control steps, of the error [...] px that is left after the last push."""
         return 8.0 * np.minimum(left, 4.0) + 1.0 * left
 
-    def _outside(self, ends: np.ndarray, count: int) -> np.ndarray:
-        """Return the cost of ends of pushes [K, N, L, 3] that leave the T or the pusher outside the board."""
-        corners = np.array([(x, y) for x0, x1, y0, y1 in RECTANGLES for x in (x0, x1) for y in (y0, y1)]) - CENTRE
-        places = np.concatenate(
-            [np.broadcast_to(corners, (count, len(corners), 2)), (self._centres - CENTRE)[:, None]], axis=1
-        )[:, None]
-        points = ends[..., None, :2] + rotated(places, ends[..., None, 2])
+    def _outside(self, ends: np.ndarray, contact: np.ndarray) -> np.ndarray:
+        """Return the cost [G] of ends of pushes [G, 3] at contacts [G] with the T or the pusher outside the board."""
+        corners = np.broadcast_to(CORNERS, (len(ends), *CORNERS.shape))
+        places = np.concatenate([corners, self._centres[contact][:, None]], axis=1) - CENTRE
+        points = ends[:, None, :2] + rotated(places, ends[:, None, 2])
         beyond = np.maximum(np.maximum(8.0 - points, points - (BOARD - 8.0)), 0.0).max(axis=(-2, -1))
         return 2.0 * beyond
 
