@@ -168,7 +168,7 @@ def make_expert(name: str, spec: WorldSpec) -> Controller | None:
     task = _task(name, target)
     if task is None:
         build = getattr(target, "expert", None)
-        return build(spec) if callable(build) else None
+        return cast(Controller, build(spec)) if callable(build) else None
     expert = NamedController(task.expert(), name) if is_dotted(name) else task.expert()
     return WithPlainInstructions(expert, task.paraphrases) if task.paraphrases else expert
 
