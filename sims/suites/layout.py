@@ -113,7 +113,8 @@ class Layout:
         for part in self.parts:
             value = entry_at(observation, part.path)
             try:
-                values = to_array(value if part.choices is None else spaces.flatten(part.choices, value))
+                values = value if part.choices is None else spaces.flatten(part.choices, value)
+                values = values if type(values) is np.ndarray else to_array(values)
                 if values.dtype.kind not in "biufO" or values.size != part.place.stop - part.place.start:
                     raise ValueError
                 out[part.place] = values if values.ndim == 1 else values.ravel()

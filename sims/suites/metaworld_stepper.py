@@ -22,7 +22,10 @@ LONG_TAIL = math.sqrt(1.0 / 0.1 - 1.0)
 """Scale at which Meta-World's commonest sigmoid is 0.1 at its margin."""
 DOWN = np.array([1.0, 0.0, 1.0, 0.0])
 """Orientation of the hand, as Meta-World sets it."""
+FLOAT = np.dtype(np.float64)
+ONE = np.float32(1.0)
 INTEGRATION = mujoco.mjtState.mjSTATE_INTEGRATION
+OBJECT = "the task's object"
 STARTS_KEPT = 1000
 """Largest number of stored states of a task, 1 kB each."""
 
@@ -89,10 +92,9 @@ def cheaper_numpy() -> types.ModuleType:
 
 def norm(vector: Any, *arguments: Any, **options: Any) -> Any:
     """Return `numpy.linalg.norm`, computed as it does for a vector [n] of float64."""
-    if arguments or options or type(vector) is not np.ndarray or vector.ndim != 1 or vector.dtype != np.float64:
+    if arguments or options or type(vector) is not np.ndarray or vector.ndim != 1 or vector.dtype is not FLOAT:
         return np.linalg.norm(vector, *arguments, **options)
-    flat = vector.ravel()
-    return np.float64(math.sqrt(flat.dot(flat)))
+    return np.float64(length(vector.ravel()))
 
 
 @cache
@@ -224,14 +226,14 @@ class LeanSteps:
             raise ValueError("You must reset the env manually once truncate==True")
         model, data = self.model, self.data
         hand = data.mocap_pos[0]
-        hand += np.minimum(np.maximum(action[:3], -1), 1) * self.action_scale
-        np.minimum(np.maximum(hand, self.mocap_low, out=hand), self.mocap_high, out=hand)
+        hand += np.minimum(np.maximum(action[:3], -ONE), ONE) * self.action_scale
+        np.minimum(np.maximum(hand, self.mocap_low, hand), self.mocap_high, hand)
         data.mocap_quat[0] = DOWN
         self.do_simulation((action[3], -action[3]), self.frame_skip)
         self.curr_path_length += 1
         mujoco.mj_kinematics(model, data)
         observation, bounds = self._get_obs(), self.sawyer_observation_space
-        np.minimum(np.maximum(observation, bounds.low, out=observation), bounds.high, out=observation)
+        np.minimum(np.maximum(observation, bounds.low, observation), bounds.high, observation)
         reward, info = self.evaluate_state(observation, action)
         return observation, reward, False, self.curr_path_length == self.max_path_length, info
 
@@ -309,6 +311,13 @@ class LeanSteps:
 
     def _get_site_pos(self: Any, site_name: str) -> np.ndarray:
         return self.site_positions[self.sites[site_name]].copy()
+
+    @property
+    def touching_main_object(self: Any) -> bool:
+        """Return whether both pads press on the task's object."""
+        if OBJECT not in self.geoms:
+            self.geoms[OBJECT] = self._get_id_main_object()
+        return self.touching_object(self.geoms[OBJECT])
 
     def touching_object(self: Any, object_geom_id: int) -> bool:
         """Return whether both pads press on a geom; forces are computed only where both touch it."""
