@@ -5,6 +5,7 @@ import importlib
 import numpy as np
 import pytest
 
+from robopolicy.cli import main
 from robopolicy.core.errors import ConfigError
 from robopolicy.testing.world import check_world
 from sims.registry import make_world
@@ -84,3 +85,16 @@ def test_unknown_tasks_and_a_missing_extra_are_told(metaworld, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"robopolicy\[metaworld\]"):
         make_world("metaworld/push-v3", 1)
+
+
+@pytest.mark.slow
+def test_a_task_is_checked_collected_trained_examined_and_evaluated_by_its_name(metaworld, tmp_path):
+    world, root = "world.name=metaworld/reach-v3", f"run.root={tmp_path}"
+    assert main(["check", "metaworld/reach-v3", "world.options.horizon=14", root]) == 0
+    few = [world, root, "run.threads=1", "world.batch_size=4"]
+    assert main(["collect", *few, "collect.episodes=6", "collect.noise=[none]"]) == 0
+    assert main(["doctor", *few]) in (0, 1)
+    sizes = ["policy.width=32", "policy.depth=1", "train.fit.steps=20", "train.evaluate_episodes=4"]
+    assert main(["train", *few, *sizes, "world.options.horizon=32"]) == 0
+    (checkpoint,) = tmp_path.glob("train/*/*/checkpoint")
+    assert main(["evaluate", str(checkpoint), *few, "evaluate.episodes=4", "world.options.horizon=32"]) == 0
