@@ -56,6 +56,8 @@ def compare(metaworld, task, steps):
         observation = started(theirs, seed)
         assert np.array_equal(started(ours, seed), observation)
         assert_equal_state(ours, theirs)
+        still = np.zeros(4, dtype=np.float32)
+        assert ours.evaluate_state(observation, still) == theirs.evaluate_state(observation, still)
         expert, generator = ENV_POLICY_MAP[task](), np.random.default_rng(seed)
         for _ in range(steps):
             action = expert.get_action(observation) if by_expert else generator.normal(0.0, 0.7, 4)
