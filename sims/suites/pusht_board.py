@@ -15,6 +15,7 @@ from robopolicy.core.errors import ConfigError
 from sims.suites.families import family_of
 
 ENVIRONMENT = "gym_pusht/PushT-v0"
+BOARD = 512.0
 GOAL = (256.0, 256.0, np.pi / 4)
 """Goal pose of the T: x and y of the middle of its bar's upper edge, and its angle."""
 RECTANGLES = ((-60.0, 60.0, 0.0, 30.0), (-15.0, 15.0, 30.0, 120.0))
@@ -154,14 +155,20 @@ class Board:
         block = self._environment.block
         return np.array([x, y, *block.position, block.angle])
 
-    def advance(self, actions: np.ndarray) -> np.ndarray:
-        """Execute target positions [C, 2] and return the poses [C, 5] after each; angles are not wrapped."""
+    def advance(self, actions: np.ndarray, offsets: bool = False) -> np.ndarray:
+        """Execute target positions [C, 2] and return the poses [C, 5] after each; angles are not wrapped.
+
+        offsets: whether actions are offsets of the target from the pusher's position at the beginning of their step;
+        the target is then clipped to the board.
+        """
         step, set_velocity = self._library.cpSpaceStep, self._library.cpBodySetVelocity
         space, agent = self._space, self._agent
         place = self._library.cpBodyGetPosition(agent)
         (x, y), (speed_x, speed_y) = (place.x, place.y), self._velocity
         poses = np.empty((len(actions), 5))
         for number, (target_x, target_y) in enumerate(actions.tolist()):
+            if offsets:
+                target_x, target_y = (min(max(at + by, 0.0), BOARD) for at, by in ((x, target_x), (y, target_y)))
             for _ in range(SUBSTEPS):
                 speed_x += (STIFFNESS * (target_x - x) + DAMPING * (0 - speed_x)) * STEP_TIME
                 speed_y += (STIFFNESS * (target_y - y) + DAMPING * (0 - speed_y)) * STEP_TIME

@@ -27,13 +27,17 @@ from robopolicy.core.spec import (
     validate_actions,
 )
 from robopolicy.core.world import Controller, Rows, Snapshot, Step
-from sims.suites.pusht_board import CORNERS, GOAL, MARKS, Board, Painter, coverage, official_start, points_of
+from sims.suites.pusht_board import BOARD, CORNERS, GOAL, MARKS, Board, Painter, coverage, official_start, points_of
 
 HORIZON, FPS = 300, 10.0
 THRESHOLD = 0.95
 CAMERA, IMAGE_SIZE = "top", (96, 96)
 STATE_FIELD = Field((2,), unit="px", names=("agent_x", "agent_y"))
 POSE_FIELD = Field((3,), unit="px, px, rad", names=("block_x", "block_y", "block_angle"))
+ACTIONS = {
+    "target": Field((2,), low=0.0, high=BOARD, unit="px", names=("target_x", "target_y")),
+    "offset": Field((2,), low=-64.0, high=64.0, unit="px", names=("offset_x", "offset_y")),
+}
 OBSERVATIONS = (*MARKS, "state", "agent")
 
 
@@ -43,7 +47,8 @@ class PushTWorld:
     batch_size: rows B; seed: of the generator of episode seeds when `reset` is given none; history: H frames;
     observation: what `observation.environment_state` shows besides the agent's position in `observation.state`:
     "keypoints" (`POINTS`, [18]), "corners" (`CORNERS`, [16]), "state" (the T's x, y and angle from 0 to 2 pi), "agent"
-    (nothing, for images); cameras, image_size: () or ("top",), 96 pixels by default; horizon: control steps;
+    (nothing, for images); actions: "target", positions for the pusher as published, or "offset", the same relative to its
+    present position; cameras, image_size: () or ("top",), 96 pixels by default; horizon: control steps;
     starts: see `official_start`; terminate_on_success: False continues an episode to its time limit; reward_scale: of
     the progress, which is the increase of min(coverage / 0.95, 1) less the mean distance of the T's corners from their
     goals in units of 100 px. Each step's `benchmark_score` is the published one, the largest min(coverage / 0.95, 1) of
@@ -61,6 +66,7 @@ class PushTWorld:
         cameras: Sequence[str] = (),
         image_size: ImageSize | None = None,
         horizon: int = HORIZON,
+        actions: str = "target",
         starts: str = "gym_pusht",
         terminate_on_success: bool = True,
         reward_scale: float = 2.0,
@@ -72,9 +78,11 @@ class PushTWorld:
         for camera in cameras:
             if camera != CAMERA:
                 raise CameraError(f"Push-T has no camera '{camera}'.{did_you_mean(camera, [CAMERA])}", [CAMERA])
+        if actions not in ACTIONS:
+            raise ConfigError(f"world.options.actions={actions} must be one of {', '.join(ACTIONS)}.")
         official_start(0, starts)
         self._observation, self._starts = observation, starts
-        self._scale = reward_scale
+        self._scale, self._offsets = reward_scale, actions == "offset"
         self._sizes = image_sizes(cameras, image_size, dict.fromkeys(cameras, IMAGE_SIZE))
         fields = {STATE: STATE_FIELD}
         if observation in MARKS:
@@ -86,7 +94,7 @@ class PushTWorld:
         self._spec = WorldSpec(
             name="pusht",
             observation={**fields, **image_fields(self._sizes)},
-            action=Field((2,), low=0.0, high=512.0, unit="px", names=("target_x", "target_y")),
+            action=ACTIONS[actions],
             fps=FPS,
             horizon=horizon,
             history=history,
@@ -149,7 +157,7 @@ class PushTWorld:
         return self._episodes.observation()
 
     def step(self, actions: np.ndarray) -> Step:
-        """Execute a chunk [B, C, 2] of target positions, clipped to the board, in the rows that have not ended.
+        """Execute a chunk [B, C, 2] of actions, clipped to their bounds, in the rows that have not ended.
 
         Raises SpecError on a wrong shape or before the first reset, NonFiniteError on non-finite actions.
         """
@@ -161,7 +169,9 @@ class PushTWorld:
         if not len(running):
             return self._scored(episodes.idle(actions.shape[1]))
         actions = np.clip(actions[index], spec.action.low, spec.action.high)
-        poses = np.stack([self._boards[row].advance(each) for row, each in zip(running, actions, strict=True)])
+        poses = np.stack(
+            [self._boards[row].advance(each, self._offsets) for row, each in zip(running, actions, strict=True)]
+        )
         path = np.concatenate([arrays["pose"][index, None], poses], axis=1)[..., 2:]
         covered = coverage(path)
         counts = arrays["steps"][index].copy()
@@ -219,7 +229,7 @@ class PushTWorld:
         arrays = self._episodes.arrays
         for row in self._episodes.restore(snapshot, rows):
             self._boards[row].start(arrays["start"][row])
-            self._boards[row].advance(arrays["actions"][row, : arrays["steps"][row]])
+            self._boards[row].advance(arrays["actions"][row, : arrays["steps"][row]], self._offsets)
         return self._episodes.observation()
 
     def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> np.ndarray:

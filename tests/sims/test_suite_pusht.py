@@ -109,6 +109,21 @@ def test_an_episode_restored_in_the_middle_of_a_push_continues_bit_for_bit():
     assert np.array_equal(again.reward[::-1], first.reward)
 
 
+def test_offsets_are_targets_relative_to_the_pusher():
+    targets, offsets = PushTWorld(1), PushTWorld(1, actions="offset")
+    place = targets.reset(seeds=[3])[STATE][:, -1:].astype(float)
+    offsets.reset(seeds=[3])
+    for target in np.random.default_rng(4).uniform(0, 512, (30, 2)):
+        action = np.clip(target - place, -64, 64)
+        after = targets.step(place + action).observation
+        offsets.step(action)
+        both = [world.snapshot().arrays["pose"] for world in (offsets, targets)]
+        assert both[0] == pytest.approx(both[1], abs=1e-3)  # observed positions are rounded to 32 bits
+        place = after[STATE][:, -1:].astype(float)
+    expert = make_expert("pusht", offsets.spec)
+    assert expert is not None and evaluate_policy(offsets, expert, [5, 6]).successes == 2
+
+
 class Still:
     """A controller that keeps the pusher at one place."""
 

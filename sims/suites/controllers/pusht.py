@@ -13,10 +13,9 @@ import numpy as np
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation, WorldSpec
 from robopolicy.core.world import Rows
-from sims.suites.pusht_board import CORNERS, GOAL, MARKS, RECTANGLES
+from sims.suites.pusht_board import BOARD, CORNERS, GOAL, MARKS, RECTANGLES
 from sims.task import newest
 
-BOARD = 512.0
 RADIUS = 15.0  # px, the pusher's
 CENTRE = np.array([0.0, 45.0])  # px, centre of mass in the T's frame, as gym-pusht sets it
 GYRATION = 3000.0  # px^2, moment of inertia over mass, as gym-pusht sets it
@@ -154,6 +153,7 @@ class PushTOriginalExpert:
         self._begins = points + (RADIUS + self.stand_off) * normals
         self._paths = Paths()
         self._walks = np.stack([self._paths.distances(begin, self._begins)[0] for begin in self._begins])
+        self._relative = np.min(spec.action.low) < 0
         self._plans: dict[int, Plan] = {}
 
     def reset(self, rows: Rows = None) -> None:
@@ -162,13 +162,14 @@ class PushTOriginalExpert:
             self._plans.pop(row, None)
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return target positions [B, 2] px for an observation [B, H, ...]."""
+        """Return target positions, or offsets [B, 2] px, for an observation [B, H, ...]."""
         agents, shown = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
         actions = [
             self._target(row, agent, self._pose(each))
             for row, (agent, each) in enumerate(zip(agents, shown, strict=True))
         ]
-        return np.clip(np.array(actions), 0.0, BOARD)
+        targets = np.clip(np.array(actions), 0.0, BOARD)
+        return targets - agents if self._relative else targets
 
     def _pose(self, shown: np.ndarray) -> np.ndarray:
         """Return the pose [3] of a T shown as marks [2 K] or as x, y and angle [3]."""
