@@ -47,7 +47,7 @@ class PushTWorld:
     batch_size: rows B; seed: of the generator of episode seeds when `reset` is given none; history: H frames;
     observation: what `observation.environment_state` shows besides the agent's position in `observation.state`:
     "keypoints" (`POINTS`, [18]), "corners" (`CORNERS`, [16]), "state" (the T's x, y and angle from 0 to 2 pi), "agent"
-    (nothing, for images); actions: "target", positions for the pusher as published, or "offset", the same relative to its
+    (nothing, for images); actions: "target", positions for the pusher as published, or "offset", relative to its
     present position; cameras, image_size: () or ("top",), 96 pixels by default; horizon: control steps;
     starts: see `official_start`; terminate_on_success: False continues an episode to its time limit; reward_scale: of
     the progress, which is the increase of min(coverage / 0.95, 1) less the mean distance of the T's corners from their
