@@ -12,7 +12,16 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
 from robopolicy.testing.world import check_world
 from sims.registry import make_expert, make_world
-from sims.suites.controllers.pusht import CENTRE, RADIUS, best_length, compose, contacts, rotated, twists_of
+from sims.suites.controllers.pusht import (
+    CENTRE,
+    RADIUS,
+    PushTOriginalExpert,
+    best_length,
+    compose,
+    contacts,
+    rotated,
+    twists_of,
+)
 from sims.suites.pusht_board import GOAL, Board, coverage, load_pusht, official_start
 from sims.suites.pusht_world import OBSERVATIONS, PushTWorld
 
@@ -183,3 +192,9 @@ def test_the_expert_succeeds_from_official_starts(observation):
     result = evaluate_policy(world, expert, np.arange(100000, 100012))
     assert result.successes >= 11
     assert result.lengths.mean() < 110
+
+
+def test_a_world_given_by_import_path_brings_its_expert():
+    path = "sims.suites.pusht_world:PushTWorld"
+    world = make_world(path, 1, observation="corners")
+    assert isinstance(make_expert(path, world.spec), PushTOriginalExpert)
