@@ -6,6 +6,7 @@ an exact arc, and a beam search over contacts and lengths is cheap. Units are pi
 [..., 3] are x and y of the centre of mass and the angle.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,46 +74,52 @@ def twists_of(points: np.ndarray, normals: np.ndarray) -> np.ndarray:
 
 
 class Paths:
-    """Shortest paths of the pusher around the T, in the T's frame, through nodes near its corners."""
+    """Shortest paths of the pusher around the T to places beside it, in the T's frame, through nodes near its corners.
+
+    goals: places [N, 2] to which paths lead.
+    """
 
     clearance, margin = RADIUS + 1.5, RADIUS + 9.0
 
-    def __init__(self) -> None:
+    def __init__(self, goals: np.ndarray) -> None:
         m = self.margin
         outer = [(side * (60 + m), y) for side in (-1, 1) for y in (-m, 30 + m)]
         inner = [(side * (15 + m), y) for side in (-1, 1) for y in (30 + m, 120 + m)]
-        self.nodes = np.array(outer + inner)
-        count = len(self.nodes)
-        pairs = self.nodes[:, None], self.nodes[None]
-        self.lengths = np.where(self.free(*pairs), np.linalg.norm(pairs[0] - pairs[1], axis=-1), np.inf)
-        for middle in range(count):  # Floyd and Warshall
-            self.lengths = np.minimum(self.lengths, self.lengths[:, middle, None] + self.lengths[None, middle])
+        self.nodes, self.goals = np.array(outer + inner), goals
+        between = self._straight(self.nodes[:, None], self.nodes[None])
+        for middle in range(len(between)):  # Floyd and Warshall
+            between = np.minimum(between, between[:, middle, None] + between[None, middle])
+        last = self._straight(self.nodes[:, None], goals[None])
+        self.left = (between[:, :, None] + last[None]).min(axis=1)
+        """Length of the path from every node to every goal, [8, N]."""
 
-    def free(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Return whether the pusher can move from `start` [..., 2] to `end` [..., 2] in a straight line: [...] bool."""
+    def _straight(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Return distances [...] from `start` to `end` [..., 2], infinite where the T is in the way of the pusher."""
         start, end = np.broadcast_arrays(start, end)
-        way = np.where(np.abs(end - start) < 1e-9, 1e-9, end - start)
-        hit = np.zeros(start.shape[:-1], dtype=bool)
+        way = end - start
+        length = np.sqrt((way**2).sum(axis=-1))
+        way = np.where(np.abs(way) < 1e-9, 1e-9, way)
         for left, right, low, high in RECTANGLES:
-            near = (np.array([left, low]) - self.clearance - start) / way
-            far = (np.array([right, high]) + self.clearance - start) / way
-            enter, leave = np.minimum(near, far).max(-1), np.maximum(near, far).min(-1)
-            hit |= (enter < leave) & (leave > 0) & (enter < 1)
-        return ~hit
+            first = (np.array([left, low]) - self.clearance - start) / way
+            second = (np.array([right, high]) + self.clearance - start) / way
+            enter, leave = np.minimum(first, second).max(-1), np.maximum(first, second).min(-1)
+            length = np.where((enter < leave) & (leave > 0) & (enter < 1), np.inf, length)
+        return length
 
-    def distances(self, start: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return path lengths [N] from `start` [2] to `ends` [N, 2], and the first node of each, -1 for a straight
-        line.
-        """
-        straight = np.where(self.free(start, ends), np.linalg.norm(ends - start, axis=-1), np.inf)
-        out = np.where(self.free(start, self.nodes), np.linalg.norm(self.nodes - start, axis=-1), np.inf)
-        if not np.isfinite(out).any():  # within the clearance: every node may be tried
-            out = np.linalg.norm(self.nodes - start, axis=-1)
-        last = np.linalg.norm(self.nodes[:, None] - ends[None], axis=-1)
-        last = np.where(self.free(self.nodes[:, None], ends[None]), last, np.inf)
-        through = out[:, None] + (self.lengths[:, :, None] + last[None]).min(axis=1)  # [node, end]
-        node, total = through.argmin(axis=0), through.min(axis=0)
-        return np.minimum(straight, total), np.where(straight <= total, -1, node)
+    def lengths(self, start: np.ndarray) -> np.ndarray:
+        """Return the lengths [N] of paths from `start` [2] to every goal."""
+        return np.minimum(self._straight(start, self.goals), (self._out(start)[:, None] + self.left).min(axis=0))
+
+    def next(self, start: np.ndarray, goal: int) -> np.ndarray:
+        """Return the end [2] of the first straight line on the way from `start` [2] to the goal of this number."""
+        if np.isfinite(self._straight(start, self.goals[goal])):
+            return self.goals[goal]
+        return self.nodes[(self._out(start) + self.left[:, goal]).argmin()]
+
+    def _out(self, start: np.ndarray) -> np.ndarray:
+        """Return the distances [8] to the nodes in sight; to all of them where the T is too close to see any."""
+        out = self._straight(start, self.nodes)
+        return out if np.isfinite(out).any() else np.sqrt(((self.nodes - start) ** 2).sum(axis=-1))
 
 
 @dataclass
@@ -151,8 +158,8 @@ class PushTOriginalExpert:
         self._twists, self._normals = twists_of(points, normals), normals
         self._centres = points + RADIUS * normals
         self._begins = points + (RADIUS + self.stand_off) * normals
-        self._paths = Paths()
-        self._walks = np.stack([self._paths.distances(begin, self._begins)[0] for begin in self._begins])
+        self._paths = Paths(self._begins)
+        self._walks = np.stack([self._paths.lengths(begin) for begin in self._begins])
         self._relative = np.min(spec.action.low) < 0
         self._plans: dict[int, Plan] = {}
 
@@ -163,45 +170,52 @@ class PushTOriginalExpert:
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return target positions, or offsets [B, 2] px, for an observation [B, H, ...]."""
-        agents, shown = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
-        actions = [
-            self._target(row, agent, self._pose(each))
-            for row, (agent, each) in enumerate(zip(agents, shown, strict=True))
-        ]
-        targets = np.clip(np.array(actions), 0.0, BOARD)
+        agents, poses = newest(observation, STATE), self._poses(newest(observation, ENVIRONMENT_STATE))
+        places = rotated(agents - poses[:, :2], -poses[:, 2]) + CENTRE  # of the pusher in the T's frame
+        rows = range(len(agents))
+        plans = [self._plans.get(row) or self._plan(poses[row], places[row]) for row in rows]
+        lengths = self._lengths(plans, poses)
+        for row in rows:
+            if self._done(plans[row], poses[row], places[row], lengths[row]):
+                plans[row] = self._plan(poses[row], places[row])
+                lengths[row] = self._lengths(plans[row : row + 1], poses[row : row + 1])[0]
+        self._plans = dict(zip(rows, plans, strict=True))
+        contacts = [plan.contact for plan in plans]
+        ahead = compose(poses, self._twists[contacts], np.minimum(lengths, self.push_lead))
+        targets = ahead[:, :2] + rotated(self._centres[contacts] - CENTRE, ahead[:, 2])
+        for row, plan in enumerate(plans):
+            plan.pushing = self._arrived(plan, places[row])
+            if not plan.pushing:
+                targets[row] = poses[row, :2] + rotated(self._walk(places[row], plan.contact) - CENTRE, poses[row, 2])
+        targets = np.clip(targets, 0.0, BOARD)
         return targets - agents if self._relative else targets
 
-    def _pose(self, shown: np.ndarray) -> np.ndarray:
-        """Return the pose [3] of a T shown as marks [2 K] or as x, y and angle [3]."""
+    def _poses(self, shown: np.ndarray) -> np.ndarray:
+        """Return the poses [B, 3] of Ts shown as marks [B, 2 K] or as x, y and angle [B, 3]."""
         if self._marks is None:
-            return np.array([*(shown[:2] + rotated(CENTRE, shown[2])), shown[2]])
-        points = shown.reshape(-1, 2)
-        own, seen = self._marks - self._marks.mean(axis=0), points - points.mean(axis=0)
-        angle = np.arctan2((own[:, 0] * seen[:, 1] - own[:, 1] * seen[:, 0]).sum(), (own * seen).sum())
-        return np.array([*(points.mean(axis=0) + rotated(CENTRE - self._marks.mean(axis=0), angle)), angle])
+            return np.concatenate([shown[:, :2] + rotated(CENTRE, shown[:, 2]), shown[:, 2:]], axis=1)
+        points = shown.reshape(len(shown), -1, 2)
+        middle = points.mean(axis=1)
+        own, seen = self._marks - self._marks.mean(axis=0), points - middle[:, None]
+        cross = (own[:, 0] * seen[..., 1] - own[:, 1] * seen[..., 0]).sum(axis=1)
+        angle = np.arctan2(cross, (own * seen).sum(axis=(1, 2)))
+        return np.concatenate([middle + rotated(CENTRE - self._marks.mean(axis=0), angle), angle[:, None]], axis=1)
 
-    def _target(self, row: int, agent: np.ndarray, pose: np.ndarray) -> np.ndarray:
-        """Return the target position [2] of one row, of which the pusher is at `agent` [2] and the T at `pose` [3]."""
-        place = rotated(agent - pose[:2], -pose[2]) + CENTRE  # the pusher in the T's frame
-        plan = self._plans.get(row)
-        moved = 0.0 if plan is None else np.linalg.norm(error_of(plan.planned_at, pose))
-        arrived, length = False, 0.0
-        for _ in range(2):
-            if plan is None:
-                plan = self._plans[row] = self._plan(pose, place)
-            gap, beside = self._offsets(plan.contact, place)
-            length = float(best_length(pose, self._twists[plan.contact], plan.end))
-            arrived = beside < (9.0 if plan.pushing else 4.0) and -4.0 < gap < self.stand_off + 3.0
-            spoilt = (not plan.pushing and moved > 2.0) or (plan.pushing and not arrived)
-            if not (spoilt or length < 0.3):
-                break
-            plan, moved = None, 0.0
-        assert plan is not None
-        if arrived:
-            plan.pushing = True
-            ahead = compose(pose, self._twists[plan.contact], np.array(min(length, self.push_lead)))
-            return ahead[:2] + rotated(self._centres[plan.contact] - CENTRE, ahead[2])
-        return pose[:2] + rotated(self._walk(place, self._begins[plan.contact]) - CENTRE, pose[2])
+    def _lengths(self, plans: Sequence[Plan], poses: np.ndarray) -> np.ndarray:
+        """Return how far [B] each plan's push still goes, px."""
+        ends = np.array([plan.end for plan in plans])
+        return best_length(poses, self._twists[[plan.contact for plan in plans]], ends)
+
+    def _done(self, plan: Plan, pose: np.ndarray, place: np.ndarray, length: float) -> bool:
+        """Return whether a plan's push is finished, has lost its contact, or began at another pose of the T."""
+        if plan.pushing:
+            return length < 0.3 or not self._arrived(plan, place)
+        return length < 0.3 or bool(np.linalg.norm(error_of(plan.planned_at, pose)) > 2.0)
+
+    def _arrived(self, plan: Plan, place: np.ndarray) -> bool:
+        """Return whether the pusher is at the contact, which it may leave a little while it pushes."""
+        gap, beside = self._offsets(plan.contact, place)
+        return beside < (9.0 if plan.pushing else 4.0) and -4.0 < gap < self.stand_off + 3.0
 
     def _offsets(self, contact: int, place: np.ndarray) -> tuple[float, float]:
         """Return the pusher's gap from the edge at a contact and its distance beside it, px."""
@@ -209,14 +223,12 @@ class PushTOriginalExpert:
         gap = float(offset @ normal)
         return gap, float(np.linalg.norm(offset - gap * normal))
 
-    def _walk(self, place: np.ndarray, goal: np.ndarray) -> np.ndarray:
-        """Return a target [2] on the way from `place` to `goal`, in the T's frame."""
+    def _walk(self, place: np.ndarray, contact: int) -> np.ndarray:
+        """Return a target [2] on the way from `place` to where a push begins, in the T's frame."""
         away = self._away(place)
         if away is not None:
             return place + 25.0 * away
-        _, node = self._paths.distances(place, goal[None])
-        target = goal if node[0] < 0 else self._paths.nodes[node[0]]
-        way = target - place
+        way = self._paths.next(place, contact) - place
         return place + way * min(1.0, self.walk_lead / max(float(np.linalg.norm(way)), 1e-9))
 
     def _away(self, place: np.ndarray) -> np.ndarray | None:
@@ -231,7 +243,7 @@ class PushTOriginalExpert:
 
     def _plan(self, pose: np.ndarray, place: np.ndarray) -> Plan:
         """Return the first push of the best sequence found."""
-        walks, _ = self._paths.distances(place, self._begins)
+        walks = self._paths.lengths(place)
         poses, costs = pose[None], np.zeros(1)
         at, first = np.array([-1]), np.array([-1])
         first_end, best = pose[None], (-1, pose)
