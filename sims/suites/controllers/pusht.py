@@ -86,12 +86,18 @@ class Paths:
         outer = [(side * (60 + m), y) for side in (-1, 1) for y in (-m, 30 + m)]
         inner = [(side * (15 + m), y) for side in (-1, 1) for y in (30 + m, 120 + m)]
         self.nodes, self.goals = np.array(outer + inner), goals
-        between = self._straight(self.nodes[:, None], self.nodes[None])
-        for middle in range(len(between)):  # Floyd and Warshall
-            between = np.minimum(between, between[:, middle, None] + between[None, middle])
-        last = self._straight(self.nodes[:, None], goals[None])
-        self.left = (between[:, :, None] + last[None]).min(axis=1)
-        """Length of the path from every node to every goal, [8, N]."""
+        self._between = self._straight(self.nodes[:, None], self.nodes[None])
+        self._last = self._straight(self.nodes[:, None], goals[None])
+        self._known: dict[bytes, np.ndarray] = {}
+
+    def _left(self, inside: np.ndarray) -> np.ndarray:
+        """Return the lengths [8, N] of paths from every node to every goal through nodes `inside` [8] the board."""
+        if inside.tobytes() not in self._known:
+            between = np.where(inside[:, None] & inside, self._between, np.inf)
+            for middle in range(len(between)):  # Floyd and Warshall
+                between = np.minimum(between, between[:, middle, None] + between[None, middle])
+            self._known[inside.tobytes()] = (between[:, :, None] + self._last[None]).min(axis=1)
+        return self._known[inside.tobytes()]
 
     def _straight(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
         """Return distances [...] from `start` to `end` [..., 2], infinite where the T is in the way of the pusher."""
@@ -106,15 +112,16 @@ class Paths:
             length = np.where((enter < leave) & (leave > 0) & (enter < 1), np.inf, length)
         return length
 
-    def lengths(self, start: np.ndarray) -> np.ndarray:
-        """Return the lengths [N] of paths from `start` [2] to every goal."""
-        return np.minimum(self._straight(start, self.goals), (self._out(start)[:, None] + self.left).min(axis=0))
+    def lengths(self, start: np.ndarray, inside: np.ndarray) -> np.ndarray:
+        """Return the lengths [N] of paths from `start` [2] to every goal through nodes `inside` [8] the board."""
+        through = self._out(start)[:, None] + self._left(inside)
+        return np.minimum(self._straight(start, self.goals), through.min(axis=0))
 
-    def next(self, start: np.ndarray, goal: int) -> np.ndarray:
+    def next(self, start: np.ndarray, goal: int, inside: np.ndarray) -> np.ndarray:
         """Return the end [2] of the first straight line on the way from `start` [2] to the goal of this number."""
         if np.isfinite(self._straight(start, self.goals[goal])):
             return self.goals[goal]
-        return self.nodes[(self._out(start) + self.left[:, goal]).argmin()]
+        return self.nodes[(self._out(start) + self._left(inside)[:, goal]).argmin()]
 
     def _out(self, start: np.ndarray) -> np.ndarray:
         """Return the distances [8] to the nodes in sight; to all of them where the T is too close to see any."""
@@ -159,7 +166,7 @@ class PushTOriginalExpert:
         self._centres = points + RADIUS * normals
         self._begins = points + (RADIUS + self.stand_off) * normals
         self._paths = Paths(self._begins)
-        self._walks = np.stack([self._paths.lengths(begin) for begin in self._begins])
+        self._walks = np.stack([self._paths.lengths(begin, np.ones(8, bool)) for begin in self._begins])
         self._relative = np.min(spec.action.low) < 0
         self._plans: dict[int, Plan] = {}
 
@@ -186,7 +193,9 @@ class PushTOriginalExpert:
         for row, plan in enumerate(plans):
             plan.pushing = self._arrived(plan, places[row])
             if not plan.pushing:
-                targets[row] = poses[row, :2] + rotated(self._walk(places[row], plan.contact) - CENTRE, poses[row, 2])
+                targets[row] = poses[row, :2] + rotated(
+                    self._walk(poses[row], places[row], plan.contact) - CENTRE, poses[row, 2]
+                )
         targets = np.clip(targets, 0.0, BOARD)
         return targets - agents if self._relative else targets
 
@@ -223,12 +232,17 @@ class PushTOriginalExpert:
         gap = float(offset @ normal)
         return gap, float(np.linalg.norm(offset - gap * normal))
 
-    def _walk(self, place: np.ndarray, contact: int) -> np.ndarray:
+    def _inside(self, pose: np.ndarray, points: np.ndarray) -> np.ndarray:
+        """Return whether points [K, 2] in the frame of a T at `pose` [3] are on the board, [K] bool."""
+        board = pose[:2] + rotated(points - CENTRE, pose[2])
+        return ((board >= 0) & (board <= BOARD)).all(axis=-1)
+
+    def _walk(self, pose: np.ndarray, place: np.ndarray, contact: int) -> np.ndarray:
         """Return a target [2] on the way from `place` to where a push begins, in the T's frame."""
         away = self._away(place)
         if away is not None:
             return place + 25.0 * away
-        way = self._paths.next(place, contact) - place
+        way = self._paths.next(place, contact, self._inside(pose, self._paths.nodes)) - place
         return place + way * min(1.0, self.walk_lead / max(float(np.linalg.norm(way)), 1e-9))
 
     def _away(self, place: np.ndarray) -> np.ndarray | None:
@@ -243,7 +257,8 @@ class PushTOriginalExpert:
 
     def _plan(self, pose: np.ndarray, place: np.ndarray) -> Plan:
         """Return the first push of the best sequence found."""
-        walks = self._paths.lengths(place)
+        walks = np.minimum(self._paths.lengths(place, self._inside(pose, self._paths.nodes)), 1e4)
+        walks = walks + 1e4 * ~self._inside(pose, self._begins)  # only if there is nothing else
         poses, costs = pose[None], np.zeros(1)
         at, first = np.array([-1]), np.array([-1])
         first_end, best = pose[None], (-1, pose)
