@@ -235,7 +235,7 @@ class PushTOriginalExpert:
     def _inside(self, pose: np.ndarray, points: np.ndarray) -> np.ndarray:
         """Return whether points [K, 2] in the frame of a T at `pose` [3] are on the board, [K] bool."""
         board = pose[:2] + rotated(points - CENTRE, pose[2])
-        return ((board >= 0) & (board <= BOARD)).all(axis=-1)
+        return np.asarray(((board >= 0) & (board <= BOARD)).all(axis=-1))
 
     def _walk(self, pose: np.ndarray, place: np.ndarray, contact: int) -> np.ndarray:
         """Return a target [2] on the way from `place` to where a push begins, in the T's frame."""
