@@ -4,6 +4,7 @@
   interleaved in one process.
 - libero: CPU time of a control step of LIBERO, in its own environment and in robopolicy's, with and without cameras.
 - metaworld: the same of Meta-World, for 1, 16 and 64 rows, next to EnvPool where it is installed.
+- robosuite: CPU time of a control step of robosuite's tasks, by robosuite and by robopolicy.
 - recipes: demonstrations, pre-training and fine-tuning by recipe name, per seed.
 - algorithms: success against environment steps on the same tasks, base policies and seeds.
 - collection: speed and quality when collection does not wait for the longest episodes.
@@ -42,9 +43,9 @@ Removed benchmarks, with their results and the last commit of their code in robo
 styles.
 
 `tables` writes the result tables of the READMEs and draws their plots, from assets/figures. All benchmarks except sims,
-libero and metaworld resume after an interruption. Several processes may measure different seeds (bench.seeds) in one
-folder at once; the same command with all seeds then shows all results. Rows of recipes are measured in N processes with
-workers.count=N. Select a custom benchmark by its import path, bench.name=package.module:BENCHMARK.
+libero, robosuite and metaworld resume after an interruption. Several processes may measure different seeds (bench.seeds)
+in one folder at once; the same command with all seeds then shows all results. Rows of recipes are measured in N processes
+with workers.count=N. Select a custom benchmark by its import path, bench.name=package.module:BENCHMARK.
 """
 
 import dataclasses
@@ -94,6 +95,7 @@ BENCHMARKS = Registry(
             "sims",
             "libero",
             "metaworld",
+            "robosuite",
             "recipes",
             "algorithms",
             "collection",

@@ -206,13 +206,13 @@ class LiberoEnvironment(gymnasium.Env):
         """Set the goal of an action [7], and run the physics steps of a control step but the last two."""
         mujoco.mj_step1(row.model, row.data)
         if self._first:
-            row.arm[:] = row.scene.rest
+            row.arm.state[:] = row.scene.rest
         else:
-            row.read_arm()
+            row.arm.read()
         motion = np.clip(action[:6], -1.0, 1.0)
-        self._goal[:3] = row.arm[POSITION:ROTATION] + STEP * motion[:3]
+        self._goal[:3] = row.arm.state[POSITION:ROTATION] + STEP * motion[:3]
         if motion[3:].any():
-            self._goal[3:] = turned(row.arm[ROTATION:JACOBIAN], TURN * motion[3:])
+            self._goal[3:] = turned(row.arm.state[ROTATION:JACOBIAN], TURN * motion[3:])
         row.act(self._goal, self._fingers, np.sign(action[6]), fresh=False)
         self._first = False
         self._advance(row, action[6], row.scene.substeps - 3)

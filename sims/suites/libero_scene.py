@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image
 
 from robopolicy.core.errors import ConfigError, did_you_mean, require_extra
-from sims.suites.operational_space import ARM_SIZE, control, read_arm
+from sims.suites.operational_space import Arm, ArmIndices, consecutive
 
 NEEDED_MUJOCO = (3, 10)
 """LIBERO's package calls `mj_fullM` with the arguments that it has since this version of MuJoCo."""
@@ -155,8 +155,8 @@ class Settled:
 class Scene:
     """A task's compiled model without textures, with what stepping, observing and judging it needs.
 
-    model: shared by all rows, whose fixtures' poses are those of whoever called `place` last; arm, fingers: indices of
-    the robot; rest: state of the arm after a reset [117], relative to which the first action moves; bodies: object or
+    model: shared by all rows, whose fixtures' poses are those of whoever called `place` last; arm: indices of the
+    robot; rest: state of the arm after a reset [117], relative to which the first action moves; bodies: object or
     fixture -> body; joints: name -> address of its position; sites: site -> whether it glows, of stoves; settled: saved
     starts; renderers: open graphics contexts, by height, width and whether the look is light.
     """
@@ -167,22 +167,19 @@ class Scene:
         self.model: mujoco.MjModel = inner.sim.model._model
         model, robot = self.model, inner.robots[0]
         names = mujoco.mj_name2id
-        joints = [names(model, mujoco.mjtObj.mjOBJ_JOINT, name) for name in robot.robot_joints]
-        self.hinges = consecutive(joints)
-        self.arm_qpos, self.arm_dofs = consecutive(model.jnt_qposadr[joints]), consecutive(model.jnt_dofadr[joints])
-        self.arm_ctrl, self.finger_ctrl = (
-            consecutive([names(model, mujoco.mjtObj.mjOBJ_ACTUATOR, name) for name in listed])
-            for listed in (robot.robot_model.actuators, robot.gripper.actuators)
-        )
-        fingers = [names(model, mujoco.mjtObj.mjOBJ_JOINT, name) for name in robot.gripper.joints]
-        self.finger_qpos = consecutive(model.jnt_qposadr[fingers])
         self.site = names(model, mujoco.mjtObj.mjOBJ_SITE, robot.gripper.important_sites["grip_site"])
         self.hand = names(model, mujoco.mjtObj.mjOBJ_BODY, robot.robot_model.eef_name)
-        ranges = model.actuator_ctrlrange
-        self.limits, self.finger_range = ranges[self.arm_ctrl].copy(), ranges[self.finger_ctrl].copy()
+        joints, fingers = (
+            [names(model, mujoco.mjtObj.mjOBJ_JOINT, name) for name in listed]
+            for listed in (robot.robot_joints, robot.gripper.joints)
+        )
+        actuators, finger_actuators = (
+            [names(model, mujoco.mjtObj.mjOBJ_ACTUATOR, name) for name in listed]
+            for listed in (robot.robot_model.actuators, robot.gripper.actuators)
+        )
+        self.arm = ArmIndices(model, self.site, joints, actuators, finger_actuators)
+        self.finger_qpos = consecutive(model.jnt_qposadr[fingers])
         self.posture = np.array(robot.init_qpos, dtype=np.float64)
-        dofs = range(self.arm_dofs.start, self.arm_dofs.stop)
-        self.mass_places = np.array([[self._mass_place(i, j) for j in dofs] for i in dofs])
         self.substeps = int(inner.control_timestep / inner.model_timestep)
         self.rest = self._resting_arm()
 
@@ -206,19 +203,13 @@ class Scene:
         self._as_built = model.body_pos.copy(), model.body_quat.copy()
         self._drawn: dict[tuple[int, int], Pose] = {}
 
-    def _mass_place(self, row: int, column: int) -> int:
-        """Return the index of two degrees of freedom in MuJoCo's sparse mass matrix."""
-        row, column = max(row, column), min(row, column)
-        start, count = self.model.M_rowadr[row], self.model.M_rownnz[row]
-        return int(start + np.flatnonzero(self.model.M_colind[start : start + count] == column)[0])
-
     def _resting_arm(self) -> np.ndarray:
         """Return the state of the arm that the controller reads when it is created, [117]."""
         row = Row(self)
-        row.data.qpos[self.arm_qpos] = self.posture
+        row.data.qpos[self.arm.qpos] = self.posture
         mujoco.mj_forward(self.model, row.data)
-        row.read_arm()
-        return row.arm
+        row.arm.read()
+        return row.arm.state
 
     def success(self, data: mujoco.MjData) -> bool:
         """Whether all goal predicates hold, as LIBERO's own `check_success`."""
@@ -399,59 +390,17 @@ class Scene:
 
 
 class Row:
-    """MuJoCo's data of one row of a scene, with views that the controller reads in every physics step.
-
-    arm: state of the arm [117]; torques, commands: the parts of `data.ctrl` of the arm [7] and of the fingers [2].
-    """
+    """MuJoCo's data of one row of a scene, and the arm in it."""
 
     def __init__(self, scene: Scene):
         self.scene, self.model = scene, scene.model
-        self.data = data = mujoco.MjData(scene.model)
-        self.arm = np.zeros(ARM_SIZE)
-        self._sources = (
-            data.site_xpos[scene.site],
-            data.site_xmat[scene.site],
-            data.xaxis[scene.hinges],
-            data.xanchor[scene.hinges],
-            data.M,
-            scene.mass_places,
-            data.qpos[scene.arm_qpos],
-            data.qvel[scene.arm_dofs],
-        )
-        self._bias = data.qfrc_bias[scene.arm_dofs]
-        self._torques, self._commands = data.ctrl[scene.arm_ctrl], data.ctrl[scene.finger_ctrl]
-
-    def read_arm(self) -> None:
-        """Read the arm's state."""
-        read_arm(self.arm, *self._sources)
+        self.data = mujoco.MjData(scene.model)
+        self.arm = Arm(scene.arm, self.data, scene.posture)
 
     def act(self, goal: np.ndarray, fingers: np.ndarray, close: float, fresh: bool = True) -> None:
-        """Write the controls towards `goal` [12], from the arm's present state if it is fresh, and run the second half
-        of a physics step; fingers: [2], changed; close: 1, 0 or -1.
-        """
-        scene = self.scene
-        control(
-            self.arm,
-            *self._sources,
-            goal,
-            scene.posture,
-            self._bias,
-            scene.limits,
-            self._torques,
-            fingers,
-            scene.finger_range,
-            self._commands,
-            close,
-            fresh,
-        )
+        """Write the controls, see `Arm.act`, and run the second half of a physics step."""
+        self.arm.act(goal, fingers, close, fresh)
         mujoco.mj_step2(self.model, self.data)
-
-
-def consecutive(numbers: Sequence[int] | np.ndarray) -> slice:
-    """Return consecutive indices [n] as a slice, whose result is a view."""
-    first, last = int(numbers[0]), int(numbers[-1])
-    assert list(numbers) == list(range(first, last + 1))
-    return slice(first, last + 1)
 
 
 def _builder(task: LiberoTask) -> Any:

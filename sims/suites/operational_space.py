@@ -5,10 +5,14 @@ turns it to an orientation, each weighted by its own operational-space mass matr
 null space of both, a spring to the arm's reset posture (Khatib 1987). Parity with robosuite is tested step by step.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# (MuJoCo's compiled classes have no type stubs.)
+
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import mujoco
 import numpy as np
 
 
@@ -203,21 +207,112 @@ def control(
         commands[k] = 0.5 * (high + low) + 0.5 * (high - low) * fingers[k]
 
 
-def turned(rotation: np.ndarray, turn: np.ndarray) -> np.ndarray:
-    """Return rotation matrices [9] turned in the world frame by a rotation vector [3], rad.
+@_compiled
+def _single_precision(quaternion: np.ndarray) -> np.ndarray:  # pragma: no cover (compiled)
+    """Return the rotation matrix [3, 3] of a quaternion w, x, y, z [4], computed in single precision.
 
-    robosuite computes the turn in single precision; so does this, so that goals agree to the last digit.
+    robosuite does so, in compiled code, where 1 minus a number has double precision: goals agree to the last digit.
     """
-    angle = np.linalg.norm(turn)
-    quaternion = np.array([np.cos(angle / 2), *(turn / angle * np.sin(angle / 2))]).astype(np.float32)
-    square = np.dot(quaternion, quaternion)
-    quaternion *= np.sqrt(2.0 / square)
-    w, x, y, z = quaternion
-    matrix = np.array(
+    part = quaternion.astype(np.float32)
+    part *= np.sqrt(2.0 / np.dot(part, part))
+    w, x, y, z = part
+    return np.array(
         [
             [1.0 - y * y - z * z, x * y - z * w, x * z + y * w],
             [x * y + z * w, 1.0 - x * x - z * z, y * z - x * w],
             [x * z - y * w, y * z + x * w, 1.0 - x * x - y * y],
         ]
     )
+
+
+def turned(rotation: np.ndarray, turn: np.ndarray) -> np.ndarray:
+    """Return rotation matrices [9] turned in the world frame by a rotation vector [3], rad."""
+    angle = np.linalg.norm(turn)
+    matrix = _single_precision(np.array([np.cos(angle / 2), *(turn / angle * np.sin(angle / 2))]))
     return (matrix @ rotation.reshape(3, 3)).reshape(9)
+
+
+class ArmIndices:
+    """Where a model holds a 7-joint arm and its two fingers.
+
+    site: between the fingertips; joints [7], actuators [7]: of the arm; finger_actuators: [2]. Slices: hinges, qpos,
+    dofs of the joints, ctrl and finger_ctrl of the actuators; limits [7, 2] and finger_range [2, 2] of their controls;
+    mass: [7, 7] places of the arm's block in MuJoCo's sparse mass matrix.
+    """
+
+    def __init__(
+        self,
+        model: mujoco.MjModel,
+        site: int,
+        joints: Sequence[int],
+        actuators: Sequence[int],
+        finger_actuators: Sequence[int],
+    ):
+        self.site, self.hinges = site, consecutive(joints)
+        self.qpos, self.dofs = consecutive(model.jnt_qposadr[joints]), consecutive(model.jnt_dofadr[joints])
+        self.ctrl, self.finger_ctrl = consecutive(actuators), consecutive(finger_actuators)
+        self.limits = model.actuator_ctrlrange[self.ctrl].copy()
+        self.finger_range = model.actuator_ctrlrange[self.finger_ctrl].copy()
+        dofs = range(self.dofs.start, self.dofs.stop)
+        self.mass = np.array([[_mass_place(model, i, j) for j in dofs] for i in dofs])
+
+
+def _mass_place(model: mujoco.MjModel, row: int, column: int) -> int:
+    """Return the index of two degrees of freedom in MuJoCo's sparse mass matrix."""
+    row, column = max(row, column), min(row, column)
+    start, count = model.M_rowadr[row], model.M_rownnz[row]
+    return int(start + np.flatnonzero(model.M_colind[start : start + count] == column)[0])
+
+
+def consecutive(numbers: Sequence[int] | np.ndarray) -> slice:
+    """Return consecutive indices [n] as a slice, whose result is a view."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    assert list(numbers) == list(range(first, last + 1))
+    return slice(first, last + 1)
+
+
+class Arm:
+    """An arm in MuJoCo's data, with views that its controller reads and writes in every physics step.
+
+    state: [117], as it was last read; posture: [7] joint angles that the free joint is pulled to.
+    """
+
+    def __init__(self, indices: ArmIndices, data: mujoco.MjData, posture: np.ndarray | None = None):
+        self.state = np.zeros(ARM_SIZE)
+        self.posture = np.zeros(7) if posture is None else posture
+        self._sources = (
+            data.site_xpos[indices.site],
+            data.site_xmat[indices.site],
+            data.xaxis[indices.hinges],
+            data.xanchor[indices.hinges],
+            data.M,
+            indices.mass,
+            data.qpos[indices.qpos],
+            data.qvel[indices.dofs],
+        )
+        self._bias = data.qfrc_bias[indices.dofs]
+        self._torques, self._commands = data.ctrl[indices.ctrl], data.ctrl[indices.finger_ctrl]
+        self._limits, self._finger_range = indices.limits, indices.finger_range
+
+    def read(self) -> None:
+        """Read the arm's state."""
+        read_arm(self.state, *self._sources)
+
+    def act(self, goal: np.ndarray, fingers: np.ndarray, close: float, fresh: bool = True) -> None:
+        """Write the controls towards `goal` [12], from the arm's present state if it is fresh; fingers: [2], changed;
+        close: 1, 0 or -1.
+        """
+        control(
+            self.state,
+            *self._sources,
+            goal,
+            self.posture,
+            self._bias,
+            self._limits,
+            self._torques,
+            fingers,
+            self._finger_range,
+            self._commands,
+            close,
+            fresh,
+        )

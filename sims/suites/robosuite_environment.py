@@ -9,6 +9,7 @@ replaces the global one while robosuite runs. Runs inside worker processes: no t
 import contextlib
 import importlib.metadata
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import numpy as np
 from gymnasium import spaces
 
 from robopolicy.core.errors import ConfigError, RobopolicyError, did_you_mean, require_extra
+from sims.suites.robosuite_stepper import stepper_of
 
 VERSIONS = (
     "robosuite 1.5.1 with mujoco 3.3 is known to work: pip install 'robopolicy[robosuite]', in a separate "
@@ -27,6 +29,11 @@ VERSIONS = (
 )
 CAMERA = "agentview"
 """Default camera."""
+ROBOMIMIC = "robomimic"
+"""Name of the observation of robomimic's and DPPO's policies without cameras: ROBOMIMIC_ROBOT, and the objects'
+entries.
+"""
+ROBOMIMIC_ROBOT = ("eef_pos", "eef_quat", "gripper_qpos")
 HOLDERS = (
     "robosuite.controllers",
     "robosuite.environments",
@@ -94,10 +101,12 @@ class RobosuiteEnvironment(gymnasium.Env):
 
     robots: one name or several, default "Panda", two for the TwoArm tasks; controller: None for the robot's own, the
     name of an arm controller (OSC_POSE, OSC_POSITION, JOINT_POSITION, JOINT_VELOCITY, ...), or a JSON file for a
-    complete robot; keys: entries of robosuite's observation to include, default all but its concatenations; options:
-    other arguments of robosuite.make. `info["success"]` is the task's own `_check_success`; the reward is robosuite's,
-    shaped unless reward_shaping=False. Object sizes that robosuite samples when it builds a scene are the same in every
-    environment, because scenes are built once. Raises ConfigError on an unknown key or controller.
+    complete robot; keys: entries of robosuite's observation to include, "robomimic" for those of robomimic's low_dim
+    datasets, default all but its concatenations; fast: whether to step with our own controller where it equals
+    robosuite's, see `stepper_of`; options: other arguments of robosuite.make. `info["success"]` is the task's own
+    `_check_success`; the reward is robosuite's, shaped unless reward_shaping=False. Object sizes that robosuite samples
+    when it builds a scene are the same in every environment, because scenes are built once. Raises ConfigError on an
+    unknown key or controller.
     """
 
     metadata = {"render_modes": []}  # noqa: RUF012 (gymnasium's own convention)
@@ -107,7 +116,8 @@ class RobosuiteEnvironment(gymnasium.Env):
         task: str,
         robots: str | Sequence[str] | None = None,
         controller: str | None = None,
-        keys: Sequence[str] | None = None,
+        keys: Sequence[str] | str | None = None,
+        fast: bool = True,
         **options: Any,
     ):
         reserved = {"hard_reset", "ignore_done", "has_renderer", "has_offscreen_renderer", "use_camera_obs", "horizon"}
@@ -134,6 +144,7 @@ class RobosuiteEnvironment(gymnasium.Env):
                 **{"reward_shaping": True, **options},
             )
             first = self._inner.reset()
+        self._stepper = stepper_of(self._inner) if fast else None
         self._keys = observation_keys(first, keys)
         robot_entries = {f"robot{index}_" for index in range(len(self._inner.robots))}
         self.state_keys = tuple(key for key in self._keys if key.startswith(tuple(robot_entries)))
@@ -153,7 +164,8 @@ class RobosuiteEnvironment(gymnasium.Env):
     @property
     def state_holders(self) -> tuple[Any, ...]:
         """Objects that contain a part of the state; some are recreated by every reset."""
-        return state_holders(self._inner)
+        stepper = () if self._stepper is None else (self._stepper,)
+        return (*state_holders(self._inner), *stepper)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
         """Start the episode of `seed`; options are not used. Returns entries [n] by name, info."""
@@ -162,17 +174,23 @@ class RobosuiteEnvironment(gymnasium.Env):
             self._draws = np.random.RandomState(seed).get_state()
             self._inner.rng = np.random.default_rng(seed)
         with self._own_generator():
-            return self._shown(self._inner.reset()), {"success": False}
+            observation = self._inner.reset()
+        if self._stepper is not None:
+            self._stepper.begin()
+        return self._shown(observation), {"success": False}
 
     def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
         """Act.
 
         action: [A], as the robot's controller reads it -> entries [n] by name, reward, terminated, truncated, info.
         """
+        if self._stepper is not None:  # draws nothing
+            reward = self._stepper.step(action)
+            return self._sampled(), reward, False, False, {"success": bool(self._inner._check_success())}
         with self._own_generator():
-            observation, reward, _, info = self._inner.step(action)
+            observation, reward, *_ = self._inner.step(action)
             success = bool(self._inner._check_success())
-        return self._shown(observation), float(reward), False, False, {**info, "success": success}
+        return self._shown(observation), float(reward), False, False, {"success": success}
 
     def close(self) -> None:
         """Free the simulation."""
@@ -180,6 +198,13 @@ class RobosuiteEnvironment(gymnasium.Env):
 
     def _shown(self, observation: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return {key: np.atleast_1d(np.asarray(observation[key], dtype=np.float32)) for key in self._keys}
+
+    def _sampled(self) -> dict[str, np.ndarray]:
+        """Return what robosuite's sensors have last read."""
+        sensors = self._inner._observables
+        if all(key in sensors for key in self._keys):
+            return self._shown({key: sensors[key].obs for key in self._keys})
+        return self._shown(self._inner._get_observations())
 
     @contextlib.contextmanager
     def _own_generator(self) -> Iterator[None]:
@@ -193,17 +218,25 @@ class RobosuiteEnvironment(gymnasium.Env):
             np.random.set_state(outer_state)  # noqa: NPY002
 
 
-def observation_keys(observation: Mapping[str, Any], keys: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the entries of robosuite's observation to include: `keys`, or all but the concatenations "...-state".
+def observation_keys(observation: Mapping[str, Any], keys: Sequence[str] | str | None) -> tuple[str, ...]:
+    """Return the entries of robosuite's observation to include: `keys`, those of robomimic's policies ("robomimic"), or
+    all but the concatenations "...-state" (None).
 
     observation: entries [n] by name, in robosuite's order. Raises ConfigError on a key that it lacks.
     """
-    if keys is None:
-        return tuple(key for key in observation if not key.endswith("-state"))
-    for key in keys:
+    if keys is None or keys == ROBOMIMIC:
+        single = [key for key in observation if not key.endswith("-state")]
+        if keys is None:
+            return tuple(single)
+        robots = [key for key in single if re.match(r"robot\d_", key)]
+        wanted = [key for part in ROBOMIMIC_ROBOT for key in robots if key.partition("_")[2] == part]
+        return (*wanted, *(key for key in single if key not in robots))
+    names = (keys,) if isinstance(keys, str) else tuple(keys)
+    for key in names:
         if key not in observation:
-            raise ConfigError(f"robosuite's observation has no '{key}' (keys).{did_you_mean(key, observation)}")
-    return tuple(keys)
+            known = (*observation, ROBOMIMIC)
+            raise ConfigError(f"robosuite's observation has no '{key}' (keys).{did_you_mean(key, known)}")
+    return names
 
 
 def controller_configuration(suite: Any, controller: str, robots: str | list[str]) -> Any:

@@ -1,14 +1,13 @@
-"""robosuite's tasks as worlds, with a scripted expert for Lift (extra `robosuite`)."""
+"""robosuite's tasks as worlds, with a scripted expert for some (extra `robosuite`)."""
 
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation, WorldSpec
-from robopolicy.core.world import Controller, Rows
+from robopolicy.core.spec import WorldSpec
+from robopolicy.core.world import Controller
+from sims.suites.controllers.robosuite import JOBS, RobosuiteExpert
 from sims.suites.gymnasium_suite import GymnasiumWorld, check_options, words
 from sims.suites.robosuite_environment import open_robosuite, robosuite_tasks
 
@@ -47,11 +46,11 @@ def make_robosuite_world(
 ) -> GymnasiumWorld:
     """Build the world of a robosuite task such as "Lift"; options are those of `GymnasiumWorld`.
 
-    env_options: robots, controller, keys and other arguments of `RobosuiteEnvironment`. observation.state: entries of
-    robosuite's observation that start with a robot's name; environment_state: the others. reward: None, the increase of
-    robosuite's shaped reward, 0 to reward_scale per episode, plus 1 at success (the reward itself when it does not
-    measure progress); or as for any gymnasium environment. Raises ConfigError on an unknown task or option, and when
-    the extra is missing or does not work.
+    env_options: robots, controller, keys, fast and other arguments of `RobosuiteEnvironment`. observation.state:
+    entries of robosuite's observation that start with a robot's name; environment_state: the others. reward: None, the
+    increase of robosuite's shaped reward, 0 to reward_scale per episode, plus 1 at success (the reward itself when it
+    does not measure progress); or as for any gymnasium environment. Raises ConfigError on an unknown task or option,
+    and when the extra is missing or does not work.
     """
     check_options(options)
     tasks = robosuite_tasks()
@@ -75,61 +74,5 @@ def make_robosuite_world(
 
 
 def robosuite_expert(task: str, spec: WorldSpec) -> Controller | None:
-    """Return the scripted expert of `task`, or None when it has none (all but Lift)."""
-
-    return RobosuiteLiftController(spec) if task == "Lift" else None
-
-
-STEP = 0.05
-"""Metres that an action of 1 moves the gripper in one control step (robosuite's OSC_POSE and OSC_POSITION)."""
-ENTRIES = {
-    "gripper": (STATE, "robot0_eef_pos"),
-    "fingers": (STATE, "robot0_gripper_qpos"),
-    "cube": (ENVIRONMENT_STATE, "cube_pos"),
-}
-
-
-class RobosuiteLiftController:
-    """Acts on the newest observation alone; all computations are vectorised geometry over rows.
-
-    spec: of a world with controller OSC_POSE (robosuite's default) or OSC_POSITION; above: hover height over the cube,
-    m; gain: fraction of the remaining distance covered per control step; closed: finger distance, m, below which the
-    cube is grasped. Raises ConfigError when the world lacks a position that it reads.
-    """
-
-    def __init__(self, spec: WorldSpec, above: float = 0.06, gain: float = 0.5, closed: float = 0.055):
-        self._above = above
-        self._gain = gain
-        self._closed = closed
-        self._dims = spec.action.shape[0]
-        self._columns: dict[str, tuple[str, list[int]]] = {}
-        for part, (key, entry) in ENTRIES.items():
-            names = spec.observation[key].names if key in spec.observation else ()
-            columns = [index for index, name in enumerate(names) if name.startswith(f"{entry}[")]
-            if not columns:
-                raise ConfigError(f"The expert of Lift reads '{entry}', which '{spec.name}' does not output.")
-            self._columns[part] = (key, columns)
-
-    def reset(self, rows: Rows = None) -> None:
-        """Do nothing; there is no state. rows: [R] indices, ignored."""
-
-    def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, A]: motion in x, y, z (1 is 5 cm), no rotation, and the fingers (1 closes).
-
-        observation: `observation.state` [B, H, n] and `observation.environment_state` [B, H, m]; positions in m.
-        """
-        gripper, fingers, cube = (
-            observation[key][:, -1, columns].astype(np.float64) for key, columns in self._columns.values()
-        )
-        way = cube - gripper
-        distance = np.linalg.norm(way[:, :2], axis=1)
-        # Beside the cube's axis it travels above it; on the axis it sinks until the fingers are around it.
-        heights = np.where(distance < 0.02, 0.0, self._above)
-        near = (distance < 0.015) & (np.abs(way[:, 2]) < 0.015)
-        is_held = near & (np.abs(fingers[:, 0] - fingers[:, -1]) < self._closed)
-        target = way + np.stack([np.zeros_like(heights), np.zeros_like(heights), heights], axis=1)
-        target = np.where(is_held[:, None], np.array([0.0, 0.0, 2 * STEP]), target)
-        actions = np.zeros((len(way), self._dims))
-        actions[:, :3] = self._gain * target / STEP
-        actions[:, -1] = np.where(near, 1.0, -1.0)
-        return np.clip(actions, -1.0, 1.0)
+    """Return the scripted expert of `task`, or None when it has none."""
+    return RobosuiteExpert(task, spec) if task in JOBS else None

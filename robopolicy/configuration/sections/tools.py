@@ -18,15 +18,15 @@ class BenchSection:
     name: str = "sims"
     """A benchmark listed by the help of bench, or the import path of a custom one."""
     rounds: Natural = 13
-    """sims, libero, metaworld, collection and inference: rounds of timing, in which the compared methods take turns;
-    algorithms: 0 skips timing an iteration.
+    """sims, libero, robosuite, metaworld, collection and inference: rounds of timing, in which the compared methods take
+    turns; algorithms: 0 skips timing an iteration.
     """
     tasks: Annotated[tuple[str, ...], NonEmpty()] = ("push_cube", "pick_place")
     """Tasks to run; used by the benchmarks algorithms, collection, inference, sight, delay, ranking, imagination,
     test_time_planning, offline, online, gate and rl100.
     """
     seeds: Annotated[tuple[Seed, ...], NonEmpty()] = (0, 1, 2)
-    """Random seeds, one run per seed; used by all benchmarks except sims and libero."""
+    """Random seeds, one run per seed; used by all benchmarks except sims, libero, robosuite and metaworld."""
     only: tuple[str, ...] = ()
     """Parts of the benchmark to run: recipes, methods (algorithms), policies (collection, inference), chunkings
     (delay), ablations (mechanisms), experimental arms (edge_of_reach, imagination, online, language, sight), plans

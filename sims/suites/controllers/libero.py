@@ -79,7 +79,7 @@ class Layout:
     def planner(self) -> Planner:
         """Return the planner of a new episode, whose arm is in its first posture."""
         data = mujoco.MjData(self.task.model)
-        data.qpos[self._scene.arm_qpos] = self.task.home
+        data.qpos[self._scene.arm.qpos] = self.task.home
         return Planner(self.task, data)
 
     def lay(self, planner: Planner, seen: dict[str, np.ndarray]) -> None:
@@ -99,8 +99,8 @@ class Layout:
         turn = seen["eef_axis_angle"]
         angle = float(np.linalg.norm(turn))
         hand = about(turn / angle, angle) if angle else np.eye(3)
-        arm = planner.nearest(seen["eef_pos"], hand @ self._site_in_hand, data.qpos[scene.arm_qpos])
-        data.qpos[scene.arm_qpos] = arm
+        arm = planner.nearest(seen["eef_pos"], hand @ self._site_in_hand, data.qpos[scene.arm.qpos])
+        data.qpos[scene.arm.qpos] = arm
         mujoco.mj_kinematics(model, data)
         mujoco.mj_comPos(model, data)
         mujoco.mj_makeM(model, data)
