@@ -398,7 +398,9 @@ class Row:
         self.arm = Arm(scene.arm, self.data, scene.posture)
 
     def act(self, goal: np.ndarray, fingers: np.ndarray, close: float, fresh: bool = True) -> None:
-        """Write the controls, see `Arm.act`, and run the second half of a physics step."""
+        """Write the controls towards `goal` [12] for `fingers` [2], see `Arm.act`, and run the second half of a physics
+        step.
+        """
         self.arm.act(goal, fingers, close, fresh)
         mujoco.mj_step2(self.model, self.data)
 

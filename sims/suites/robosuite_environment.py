@@ -200,7 +200,7 @@ class RobosuiteEnvironment(gymnasium.Env):
         return {key: np.atleast_1d(np.asarray(observation[key], dtype=np.float32)) for key in self._keys}
 
     def _sampled(self) -> dict[str, np.ndarray]:
-        """Return what robosuite's sensors have last read."""
+        """Return the last readings of robosuite's sensors, entries [n] by name."""
         sensors = self._inner._observables
         if all(key in sensors for key in self._keys):
             return self._shown({key: sensors[key].obs for key in self._keys})

@@ -41,7 +41,7 @@ METHODS = {
 
 
 def stepper_of(inner: Any) -> "RobosuiteStepper | None":
-    """Return what steps an environment of robosuite 1.5, or None where its robots or controllers are others than ours.
+    """Return a stepper of an environment of robosuite 1.5, or None where its robots or controllers are others than ours.
 
     Equal are one or more fixed 7-joint arms with the Panda's gripper and the controller OSC_POSE as robosuite sets it:
     relative actions, fixed stiffness, no interpolation.
@@ -110,11 +110,11 @@ class RobosuiteStepper:
         self.clock, self.is_sampled = 0.0, False
 
     def _arm(self, robot: Any) -> Arm:
-        controller, gripper, model = robot.part_controllers["right"], robot.gripper["right"], self._model
         actuators = robot._ref_actuators_indexes_dict
-        site = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_SITE, gripper.important_sites["grip_site"])
-        joints = list(controller.joint_index)
-        return Arm(ArmIndices(model, site, joints, actuators["right"], actuators["right_gripper"]), self._data)
+        joints = list(robot.part_controllers["right"].joint_index)
+        site = self._model.site(robot.gripper["right"].important_sites["grip_site"]).id
+        indices = ArmIndices(self._model, site, joints, actuators["right"], actuators["right_gripper"])
+        return Arm(indices, self._data)
 
     def _base(self, robot: Any) -> np.ndarray:
         """Return the rotation [3, 3] of a robot's base, which is fixed; a view."""
@@ -138,8 +138,8 @@ class RobosuiteStepper:
 
     def step(self, action: np.ndarray) -> float:
         """Run a control step of an action [7 R] and return robosuite's reward; its observables hold what was seen."""
-        inner, model, data = self._inner, self._model, self._data
-        inner.timestep += 1
+        model, data = self._model, self._data
+        self._inner.timestep += 1
         mujoco.mj_step1(model, data)
         self._set_goals(np.asarray(action, dtype=np.float64).reshape(len(self._arms), ACTION_SIZE))
         for number in range(self._substeps):
@@ -149,8 +149,8 @@ class RobosuiteStepper:
                 arm.act(goal, fingers, 0.0, fresh=number > 0)
             mujoco.mj_step2(model, data)
             self._observe()
-        inner.cur_time += inner.control_timestep
-        return float(inner._post_action(action)[0])
+        self._inner.cur_time += self._inner.control_timestep
+        return float(self._inner._post_action(action)[0])
 
     def _set_goals(self, actions: np.ndarray) -> None:
         """Set the goals of actions [R, 7]: motion and turn from the present pose in the frame of the robot's base, and

@@ -15,15 +15,18 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation, WorldSpe
 from robopolicy.core.world import Rows
 from sims.suites.operational_space import STEP, TURN
 
-HAND, FACING, FINGERS = "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"
+HAND, FACING = "robot0_eef_pos", "robot0_eef_quat"
+FINGERS = "robot0_gripper_qpos"
 DOWNWARD = Rotation.from_matrix(np.diag([1.0, -1.0, -1.0]))
 """Orientation of a hand that points down and whose fingers close along y."""
 GAIN, TURN_GAIN = 0.5, 0.4
 """Share of the remaining distance and turn that is covered per control step."""
 ABOVE = 0.06
 """Height over the thing at which the hand travels to it."""
-AIMED, REACHED, LOST = 0.02, 0.015, 0.03
-"""Distance to the axis of the grasp at which the hand sinks; distances at which it closes, and has lost the thing."""
+AIMED = 0.02
+"""Distance to the axis of the grasp at which the hand sinks."""
+REACHED, LOST = 0.015, 0.03
+"""Distances from the grasp at which the hand closes, and at which it has lost the thing."""
 
 WRIST = 1.8
 """Largest yaw of the hand, either way."""
