@@ -41,7 +41,7 @@ METHODS = {
 
 
 def stepper_of(inner: Any) -> "RobosuiteStepper | None":
-    """Return a stepper of an environment of robosuite 1.5, or None where its robots or controllers are others than ours.
+    """Return a stepper of an environment of robosuite 1.5, or None where its robots or controllers are others.
 
     Equal are one or more fixed 7-joint arms with the Panda's gripper and the controller OSC_POSE as robosuite sets it:
     relative actions, fixed stiffness, no interpolation.
