@@ -43,9 +43,10 @@ Removed benchmarks, with their results and the last commit of their code in robo
 styles.
 
 `tables` writes the result tables of the READMEs and draws their plots, from assets/figures. All benchmarks except sims,
-libero, robosuite and metaworld resume after an interruption. Several processes may measure different seeds (bench.seeds)
-in one folder at once; the same command with all seeds then shows all results. Rows of recipes are measured in N processes
-with workers.count=N. Select a custom benchmark by its import path, bench.name=package.module:BENCHMARK.
+libero, robosuite and metaworld resume after an interruption. Several processes may measure different seeds
+(bench.seeds) in one folder at once; the same command with all seeds then shows all results. Rows of recipes are
+measured in N processes with workers.count=N. Select a custom benchmark by its import path,
+bench.name=package.module:BENCHMARK.
 """
 
 import dataclasses
