@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from robopolicy.configuration.sections.act import DeploySection, EvaluateSection, InferenceSection, OptimizeSection
+from robopolicy.configuration.sections.detect import DetectSection
 from robopolicy.configuration.sections.learn import (
     DistillSection,
     FinetuneSection,
@@ -67,6 +68,7 @@ class Config:
     inference: InferenceSection = field(default_factory=InferenceSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     success: SuccessSection = field(default_factory=SuccessSection)
+    detect: DetectSection = field(default_factory=DetectSection)
     rank: RankSection = field(default_factory=RankSection)
     serve: ServeSection = field(default_factory=ServeSection)
     drive: DriveSection = field(default_factory=DriveSection)

@@ -197,13 +197,13 @@ class FrozenJoint(Fault):
 
     def act(self, actions: Array, onset: Onset) -> Array:
         """Implement `Fault.act`: actions [B, C, A]."""
-        kept, since = self.arrays["kept"], onset.since
+        kept_values, since = self.arrays["kept"], onset.since
         row, place = np.nonzero(since == -1)
-        kept[row] = actions[row, place]
+        kept_values[row] = actions[row, place]
         size = actions.shape[-1]
         element = np.floor(uniforms(onset.keys, 1)[:, 0] * size).astype(np.int64)
         frozen = (np.arange(size) == element[:, None])[:, None] & (since >= 0)[..., None]
-        return np.where(frozen, np.where(self._keeps, kept, self._still)[:, None], actions)
+        return np.where(frozen, np.where(self._keeps, kept_values, self._still)[:, None], actions)
 
 
 class Latency(Fault):
@@ -216,11 +216,11 @@ class Latency(Fault):
 
     def act(self, actions: Array, onset: Onset) -> Array:
         """Implement `Fault.act`: actions [B, C, A]."""
-        known = np.concatenate([self.arrays["past"], actions], axis=1)  # [B, steps + C, A]
-        self.arrays["past"][:] = known[:, actions.shape[1] :]
+        all_actions = np.concatenate([self.arrays["past"], actions], axis=1)  # [B, steps + C, A]
+        self.arrays["past"][:] = all_actions[:, actions.shape[1] :]
         late = np.clip(onset.since + 1, 0, self._steps)
         place = self._steps + np.arange(actions.shape[1]) - late
-        return known[np.arange(len(known))[:, None], place]
+        return all_actions[np.arange(len(all_actions))[:, None], place]
 
 
 class SensorOffset(Fault):

@@ -74,17 +74,17 @@ def with_faults_of(options: Mapping[str, Any], world: World) -> World:
     Raises ConfigError for an unknown fault or option, for a rate outside 0 to 1, and when the world cannot have a
     fault.
     """
-    asked: Any = options.get(FAULTS_OPTION)
+    setting: Any = options.get(FAULTS_OPTION)
     rate: Any = options.get(RATE_OPTION, DEFAULT_RATE)
-    if not asked:
+    if not setting:
         if RATE_OPTION in options:
             raise ConfigError("world.options.fault_rate needs faults: set world.options.faults=[latency].")
         return world
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise ConfigError(f"world.options.fault_rate={rate} must be a share of the episodes, from 0 to 1.")
-    if not is_mapping(asked) and (isinstance(asked, str) or not is_sequence(asked)):
-        raise ConfigError(f"world.options.faults={asked} must be a list of faults, such as [{', '.join(FAULTS)}].")
-    settings: dict[str, Any] = dict(asked) if is_mapping(asked) else {str(name): {} for name in asked}
+    if not is_mapping(setting) and (isinstance(setting, str) or not is_sequence(setting)):
+        raise ConfigError(f"world.options.faults={setting} must be a list of faults, such as [{', '.join(FAULTS)}].")
+    settings: dict[str, Any] = dict(setting) if is_mapping(setting) else {str(name): {} for name in setting}
     try:
         faults = {name: _made(name, world, given or {}) for name, given in settings.items()}
     except BaseException:

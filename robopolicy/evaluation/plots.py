@@ -420,12 +420,34 @@ def ranking_panels(rankings: Mapping[str, Sequence[Sequence[tuple[float, float]]
         return as_svg(figure)
 
 
-def _panels(count: int, columns: int) -> "tuple[Figure, np.ndarray]":
-    """Return a figure and its panels [down, across], in rows as equal as possible, without panels beyond `count`."""
+def failure_indices(curves: Mapping[str, Sequence[Mapping[str, Any]]], columns: int = 4) -> str:
+    """Plot the indices of failure detectors over the decisions of episodes, one panel per detector.
+
+    curves: detector -> episodes, each with success and index, and the threshold per decision.
+    """
+    with drawing():
+        figure, panels = _panels(len(curves), columns, share=False)
+        for axes, (title, lines) in zip(panels.flat, curves.items(), strict=False):
+            for line in lines:
+                if "threshold" in line:
+                    axes.plot(range(1, len(line["threshold"]) + 1), line["threshold"], color=MUTED, linestyle="--")
+                    continue
+                colour = COLOURS[0] if line["success"] else COLOURS[1]
+                axes.plot(range(1, len(line["index"]) + 1), line["index"], color=colour, linewidth=1, alpha=0.6)
+            axes.set_title(title, fontsize=10)
+        figure.supxlabel("decision", fontsize=10, color=STYLE["axes.labelcolor"])
+        return as_svg(figure)
+
+
+def _panels(count: int, columns: int, share: bool = True) -> "tuple[Figure, np.ndarray]":
+    """Return a figure and its panels [down, across], in rows as equal as possible, without panels beyond `count`.
+
+    share: one vertical axis for all.
+    """
     down = -(-count // columns)
     across = -(-count // down)
     figure = new_figure(0.5 + 2.6 * across, 0.4 + 2.4 * down)
-    panels = figure.subplots(down, across, sharey=True, squeeze=False)
+    panels = figure.subplots(down, across, sharey=share, squeeze=False)
     for axes in panels.flat[count:]:
         axes.remove()
     return figure, panels

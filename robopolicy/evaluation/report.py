@@ -19,6 +19,8 @@ from robopolicy.evaluation.plots import Rate
 from robopolicy.evaluation.tables import (
     STAGES,
     control_table,
+    detected_fault_rows,
+    detector_rows,
     fault_table,
     instruction_table,
     stage_rows,
@@ -170,6 +172,8 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any], addre
         _add_validation(report, result["validation"])
     if "models" in result:
         _add_rankings(report, result["models"])
+    if "detectors" in result:
+        _add_detectors(report, result)
     _add_gate(report, result)
     if "deployed" in result:
         _add_deployment(report, result["deployed"])
@@ -421,6 +425,28 @@ def _add_rankings(report: Report, models: Mapping[str, Mapping[str, Any]]) -> No
     warnings = dict.fromkeys(warning for result in models.values() for warning in result["warnings"])
     caption = " ".join(["In brackets: bootstrap interval over policies.", *warnings])
     report.sections.append(Section("Agreement", caption, header=header, rows=rows))
+
+
+def _add_detectors(report: Report, result: Mapping[str, Any]) -> None:
+    """Add scores of failure detectors, indices of some episodes, and what is detected of planted faults."""
+    header, rows = detector_rows(result["detectors"])
+    caption = (
+        "AUROC: how well the index separates failed from successful episodes among those that still run at this share "
+        f"of the time limit. Thresholds: from {result['calibrated_on']} successful episodes, which are not scored. "
+        "Lead: median time from alarm to the end of a detected failure. Equal false alarms: the threshold is that of "
+        "the scored episodes themselves. Time: per decision and row, without embedding and sampling. A clock that does "
+        "as well shows that failures only last longer. Wilson 95 % intervals."
+    )
+    report.sections.append(Section("Failure detectors", caption, header=header, rows=rows))
+    caption = "Index over the decisions of an episode. Blue: successful, orange: failed, dashed: threshold."
+    report.sections.append(Section("Indices", caption, svg=plots.failure_indices(result["curves"])))
+    if result["faults"]:
+        header, rows = detected_fault_rows(result["faults"])
+        caption = (
+            "Episodes in which the fault began: success, and the share of failures that are detected after it began. "
+            "Wilson 95 % intervals."
+        )
+        report.sections.append(Section("Planted faults", caption, header=header, rows=rows))
 
 
 def ranking_plot(policies: Sequence[Mapping[str, Any]]) -> str:

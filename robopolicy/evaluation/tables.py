@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from robopolicy.core.faulty import NO_FAULT
+from robopolicy.evaluation.intervals import percent, plus_minus
 
 STAGES = ["stage", "verb", "success", "with noise", "interval", "world steps", "seconds"]
 """Columns of `stage_rows`."""
@@ -63,10 +64,10 @@ def fault_table(judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[s
     if rows is None:
         return None
     metrics = next(figures["by_fault"] for _, figures in judged if figures.get("by_fault"))
-    begun = {
+    begun_texts = {
         name: f"{each['began']} of {each['episodes']}" if name != NO_FAULT else "" for name, each in metrics.items()
     }
-    return ["fault", "began", *rows[0]], [[row[0], begun.get(row[0], ""), *row[1:]] for row in rows[1]]
+    return ["fault", "began", *rows[0]], [[row[0], begun_texts.get(row[0], ""), *row[1:]] for row in rows[1]]
 
 
 def _success_by(key: str, judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]] | None:
@@ -114,6 +115,36 @@ def _outcome(figures: Mapping[str, Any]) -> tuple[str, str]:
     difference = figures["difference"]
     of = f"return {figures['return_mean']:.4g}" if difference.get("of") == "return" else rate_in_words(figures)
     return of, difference_text(difference)
+
+
+def detector_rows(detectors: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows, one per failure detector, as `failures.scoring.Scored.summary` describes it."""
+    times = list(next(iter(detectors.values()))["auroc"])
+    header = ["detector", *(f"AUROC at {time}" for time in times), "false alarms", "failures detected", "lead"]
+    header += ["detected at equal false alarms", "lead there", "time"]
+    return header, [
+        [
+            name,
+            *(plus_minus(figures["auroc"][time]["auroc"], ".2f") for time in times),
+            percent(figures["false_alarms"]),
+            percent(figures["detected"]),
+            f"{plus_minus(figures['lead_seconds'], '.1f')} s",
+            percent(figures["equal_false_alarms"]["detected"]),
+            f"{plus_minus(figures['equal_false_alarms']['lead_seconds'], '.1f')} s",
+            f"{figures['milliseconds']:.2f} ms",
+        ]
+        for name, figures in detectors.items()
+    ]
+
+
+def detected_fault_rows(faults: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows, one per planted fault: fault -> detector -> `failures.scoring.Scored.after_fault`."""
+    names = list(next(iter(faults.values())))
+    rows = []
+    for fault, figures in faults.items():
+        success = next(iter(figures.values()))["success"]
+        rows.append([fault, percent(success), *(percent(figures[name]["detected"]) for name in names)])
+    return ["fault", "success", *names], rows
 
 
 def stage_summary(verb: str, result: Mapping[str, Any], seconds: float) -> dict[str, Any]:

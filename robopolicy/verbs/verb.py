@@ -43,6 +43,7 @@ NAMES = (
     "sweep",
     "success",
     "evaluate",
+    "detect",
     "rank",
     "serve",
     "drive",
