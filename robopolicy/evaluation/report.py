@@ -443,8 +443,8 @@ def _add_detectors(report: Report, result: Mapping[str, Any]) -> None:
     if result["faults"]:
         header, rows = detected_fault_rows(result["faults"])
         caption = (
-            "Episodes in which the fault began: success, and the share of failures that are detected after it began. "
-            "Wilson 95 % intervals."
+            "Episodes in which the fault began: success, and the share of failures that are detected after it began, "
+            "and the median time from there to the alarm. Wilson 95 % intervals."
         )
         report.sections.append(Section("Planted faults", caption, header=header, rows=rows))
 

@@ -138,12 +138,18 @@ def detector_rows(detectors: Mapping[str, Mapping[str, Any]]) -> tuple[list[str]
 
 
 def detected_fault_rows(faults: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows, one per planted fault: fault -> detector -> `failures.scoring.Scored.after_fault`."""
+    """Return header and rows, one per planted fault: fault -> detector -> `failures.scoring.Scored.after_fault`.
+
+    A cell has the share of failures detected after the fault began, and the median seconds from there to the alarm.
+    """
     names = list(next(iter(faults.values())))
     rows = []
     for fault, figures in faults.items():
         success = next(iter(figures.values()))["success"]
-        rows.append([fault, percent(success), *(percent(figures[name]["detected"]) for name in names)])
+        delays = [plus_minus(figures[name]["delay_seconds"], ".1f") for name in names]
+        detected = [percent(figures[name]["detected"]) for name in names]
+        cells = [f"{rate}, {delay} s" for rate, delay in zip(detected, delays, strict=True)]
+        rows.append([fault, percent(success), *cells])
     return ["fault", "success", *names], rows
 
 

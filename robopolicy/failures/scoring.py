@@ -25,8 +25,8 @@ def auroc(failed: Array, succeeded: Array) -> float | None:
     """
     if not (len(failed) and len(succeeded)):
         return None
-    larger, _ = mannwhitneyu(failed, succeeded)
-    return float(larger) / (len(failed) * len(succeeded))
+    result: Any = mannwhitneyu(failed, succeeded)
+    return float(result.statistic) / (len(failed) * len(succeeded))
 
 
 def first_alarm(index: Array, threshold: Array) -> int | None:
