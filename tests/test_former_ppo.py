@@ -27,10 +27,3 @@ def test_benchmarks_run_the_settings_of_the_published_tables(task: str):
 def test_settings_of_a_user_come_last():
     config = compose(["bench.overrides=['finetune.minibatch=77']"])
     assert compose(settings_of(config, Path("runs"), "push_t", 0)).finetune.minibatch == 77
-
-
-def test_recipes_that_were_not_measured_with_the_faster_settings_keep_the_former_ones():
-    former = compose(["recipe=push_t", *FORMER_PPO["push_t"]]).finetune
-    pixels = compose(["recipe=push_t_pixels"]).finetune
-    for name in ("world_options", "scored_steps", "rollout_length", "minibatch", "critic_warmup", "critic_activation"):
-        assert getattr(pixels, name) == getattr(former, name), name
