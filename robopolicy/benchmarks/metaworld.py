@@ -50,8 +50,8 @@ def own_arm(task: str, rows: int, drawn: bool) -> Arm:
     suite = importlib.import_module("metaworld").MT1(task, seed=0)
     options = {"render_mode": "rgb_array", "camera_name": CAMERA, "width": SIZE, "height": SIZE} if drawn else {}
     environments = [suite.train_classes[task](**options) for _ in range(rows)]
-    for environment, start in zip(environments, suite.train_tasks, strict=False):
-        environment.set_task(start)
+    for row, environment in enumerate(environments):
+        environment.set_task(suite.train_tasks[row % len(suite.train_tasks)])
 
     def step(chunk: np.ndarray) -> None:
         for environment in environments:
