@@ -1,8 +1,8 @@
 """Thresholds of failure indices by split conformal prediction on successful episodes. Axes: n decisions, N at most.
 
-The guarantee of both kinds: among successful episodes exchangeable with the n given ones, the expected share with an
-alarm, at any decision, is at most max(alpha, 1 / (n + 1)) (Vovk et al. 2005). Fewer than 1 / alpha - 1 episodes do not
-suffice for alpha: the threshold is then their maximum.
+The guarantee of `constant_threshold` and `band_threshold`: among successful episodes exchangeable with the n given
+ones, the expected share with an alarm, at any decision, is at most max(alpha, 1 / (n + 1)) (Vovk et al. 2005). Fewer
+than 1 / alpha - 1 episodes do not suffice for alpha: the threshold is then their maximum.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,16 @@ def conformal_quantile(scores: Array, alpha: float) -> float:
 def constant_threshold(indices: Sequence[Array], decisions: int, alpha: float) -> Array:
     """Return one threshold for all decisions, [N], from the indices [n] of successful episodes."""
     return np.full(decisions, conformal_quantile(np.array([each.max() for each in indices]), alpha))
+
+
+def percentile_threshold(indices: Sequence[Array], decisions: int, alpha: float) -> Array:
+    """Return the percentile 100 (1 - alpha) of the indices at the ends of successful episodes, for all decisions, [N].
+
+    This is FLOAT's own rule (arXiv:2510.02298); unlike the others it promises no rate of false alarms.
+    """
+    if not indices:
+        raise DataError("A threshold needs successful rollouts to calibrate on: detect.episodes=NUMBER.")
+    return np.full(decisions, np.quantile([each[-1] for each in indices], 1 - alpha))
 
 
 def band_threshold(indices: Sequence[Array], decisions: int, alpha: float) -> Array:
@@ -48,5 +58,5 @@ def band_threshold(indices: Sequence[Array], decisions: int, alpha: float) -> Ar
     return mean + conformal_quantile(np.array(largest), alpha) * deviation
 
 
-THRESHOLDS = {"constant": constant_threshold, "band": band_threshold}
+THRESHOLDS = {"constant": constant_threshold, "band": band_threshold, "percentile": percentile_threshold}
 """Kinds of thresholds by name, for detect.threshold."""

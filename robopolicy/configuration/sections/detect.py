@@ -39,7 +39,9 @@ class DetectSection:
     """Action chunks sampled per decision, for detectors that read them."""
     false_alarms: Fraction = 0.05
     """Share of successful episodes that may cause an alarm."""
-    threshold: Literal["constant", "band"] = "constant"
-    """Threshold: constant, or band, one per decision (the mean of successful episodes plus deviations)."""
+    threshold: Literal["constant", "band", "percentile"] = "constant"
+    """Threshold: constant; band, one per decision (the mean of successful episodes plus deviations); or percentile, of
+    their last indices, which is FLOAT's own and promises no rate.
+    """
     output: Path | None = None
     """Folder for the calibrated detectors (default: detectors, next to the checkpoint)."""
