@@ -27,11 +27,14 @@ TASKS = ("push-v3", "drawer-open-v3")
 STEPS = {1: 96, 16: 16, 64: 8}
 """Rows -> control steps of one measurement, at least a chunk; with a camera one chunk."""
 CHUNK = 8
-CAMERA, CAMERA_NUMBER, SIZE = "corner2", 2, 128
-"""Name and number in the model of the camera that is drawn, and the side of an image in pixels."""
+CAMERA, CAMERA_NUMBER = "corner2", 2
+"""Name and number in the model of the camera that is drawn."""
+SIZE = 128
+"""Side of an image, in pixels."""
 MOST_CONTEXTS = 16
 """Largest number of rows that Meta-World and EnvPool draw here, with a graphics context of 130 MB for each row."""
-OWN, ENVPOOL, OURS = "Meta-World's own", "EnvPool", "ours"
+OWN, ENVPOOL = "Meta-World's own", "EnvPool"
+OURS = "ours"
 Step = Callable[[np.ndarray], object]
 """Runs a chunk [C, 4] in every row."""
 Arm = tuple[Callable[[], object], Step, Callable[[], object]]

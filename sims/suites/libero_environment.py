@@ -150,26 +150,26 @@ class LiberoEnvironment(gymnasium.Env):
         super().reset(seed=seed)
         number = int(self.np_random.integers(2**31)) if seed is None else int(seed)
         task, start = start_of(number, len(self._tasks))
-        wanted = dict(options or {})
-        self.task = _below(wanted.get("task", task), len(self._tasks), "task")
+        request = dict(options or {})
+        self.task = _below(request.get("task", task), len(self._tasks), "task")
         states = initial_states(self._tasks[self.task])
-        chosen = wanted.get("initial_state", self._fixed_state)
-        self.start = start % len(states) if chosen is None else _below(chosen, len(states), "initial_state")
+        state_index = request.get("initial_state", self._fixed_state)
+        self.start = start % len(states) if state_index is None else _below(state_index, len(states), "initial_state")
         row = self.row
-        saved, key = row.scene.settled, (self.start, self._placement, self._settle)
-        if key not in saved:
-            saved[key] = self._settled(row, states[self.start])
-        self._goal, self._fingers = saved[key].goal.copy(), saved[key].fingers.copy()
+        starts, key = row.scene.settled, (self.start, self._placement, self._settle)
+        if key not in starts:
+            starts[key] = self._settled(row, states[self.start])
+        self._goal, self._fingers = starts[key].goal.copy(), starts[key].fingers.copy()
         self._first = not self._settle
         mujoco.mj_resetData(row.model, row.data)
-        mujoco.mj_setState(row.model, row.data, saved[key].physics, INTEGRATION)
+        mujoco.mj_setState(row.model, row.data, starts[key].physics, INTEGRATION)
         if self._settle:
-            found = self._last_steps(row, -1.0)
+            observation = self._last_steps(row, -1.0)
         else:
             mujoco.mj_forward(row.model, row.data)
-            self.seen, found = row.data.qpos.copy(), self._observation(row)
+            self.seen, observation = row.data.qpos.copy(), self._observation(row)
         self._lit = any(predicate(row.data) for predicate in row.scene.sites.values())
-        return found, {"success": False}
+        return observation, {"success": False}
 
     def _settled(self, row: Row, state: np.ndarray) -> Settled:
         """Return the state before the last two physics steps of settling.
@@ -183,13 +183,13 @@ class LiberoEnvironment(gymnasium.Env):
         self._goal, self._fingers = row.scene.rest[POSITION:JACOBIAN].copy(), np.zeros(2)
         self._first = True
         hold = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
-        for left in range(self._settle, 0, -1):
+        for steps_left in range(self._settle, 0, -1):
             self._first_steps(row, hold)
-            if left > 1:
+            if steps_left > 1:
                 self._last_steps(row, hold[6])
-        saved = np.zeros(mujoco.mj_stateSize(model, INTEGRATION))
-        mujoco.mj_getState(model, data, saved, INTEGRATION)
-        return Settled(saved, self._goal.copy(), self._fingers.copy())
+        physics = np.zeros(mujoco.mj_stateSize(model, INTEGRATION))
+        mujoco.mj_getState(model, data, physics, INTEGRATION)
+        return Settled(physics, self._goal.copy(), self._fingers.copy())
 
     def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
         """Run a control step; action: [7], motion (1: 5 cm), turn (1: 0.5 rad), and gripper (above 0 closes)."""
@@ -198,9 +198,9 @@ class LiberoEnvironment(gymnasium.Env):
         self._lit = any(predicate(row.data) for predicate in row.scene.sites.values())
         action = np.asarray(action, dtype=np.float64)
         self._first_steps(row, action)
-        found = self._last_steps(row, action[6])
+        observation = self._last_steps(row, action[6])
         success = row.scene.success(row.data)
-        return found, float(success), False, False, {"success": success}
+        return observation, float(success), False, False, {"success": success}
 
     def _first_steps(self, row: Row, action: np.ndarray) -> None:
         """Set the goal of an action [7], and run the physics steps of a control step but the last two."""
@@ -224,9 +224,9 @@ class LiberoEnvironment(gymnasium.Env):
         """
         self.seen = row.data.qpos.copy()
         self._advance(row, grip, 1)
-        found = self._observation(row)
+        observation = self._observation(row)
         self._advance(row, grip, 1)
-        return found
+        return observation
 
     def _advance(self, row: Row, grip: float, steps: int) -> None:
         """Run physics steps towards the present goal."""
@@ -241,17 +241,17 @@ class LiberoEnvironment(gymnasium.Env):
         scene, data = row.scene, row.data
         xpos, xquat = data.xpos, data.xquat
         qpos = data.qpos
-        found = {
+        entries = {
             "eef_pos": data.site_xpos[scene.site],
             "eef_axis_angle": axis_angle(xquat[scene.hand]),
             "gripper_qpos": qpos[scene.finger_qpos],
         }
         for name, body in scene.bodies.items():
-            found[f"{name}_pos"], found[f"{name}_quat"] = xpos[body], xquat[body][[1, 2, 3, 0]]
+            entries[f"{name}_pos"], entries[f"{name}_quat"] = xpos[body], xquat[body][[1, 2, 3, 0]]
         for name, place in scene.joints.items():
-            found[name] = qpos[place : place + 1]
+            entries[name] = qpos[place : place + 1]
         return {
-            part: np.asarray(found[part], dtype=np.float32) if part in found else np.zeros(space.shape, np.float32)
+            part: np.asarray(entries[part], dtype=np.float32) if part in entries else np.zeros(space.shape, np.float32)
             for part, space in self.observation_space.spaces.items()
         }
 
@@ -282,17 +282,17 @@ def observed_things(tasks: tuple[LiberoTask, ...]) -> tuple[dict[str, int], tupl
     names: dict[str, str] = {}
     for task in tasks:
         for group in ("fixtures", "objects"):
-            for kind, listed in task.problem[group].items():
-                names.update(dict.fromkeys(listed, kind))
+            for kind, members in task.problem[group].items():
+                names.update(dict.fromkeys(members, kind))
     joints: list[str] = []
     sizes: dict[str, int] = {}
     with quiet():
         for name, kind in sorted(names.items()):
             if kind.lower() not in objects.OBJECTS_DICT:  # the table or floor
                 continue
-            made = objects.get_object_fn(kind)(name=name)
+            thing = objects.get_object_fn(kind)(name=name)
             sizes |= {f"{name}_pos": 3, f"{name}_quat": 4}
-            joints += [joint for joint in made.joints if joint != f"{name}_joint0"]
+            joints += [joint for joint in thing.joints if joint != f"{name}_joint0"]
     return sizes, tuple(dict.fromkeys(joints))
 
 

@@ -99,28 +99,28 @@ def tasks_of(name: str) -> tuple[LiberoTask, ...]:
 
     Raises ConfigError on an unknown suite or task, and when the package has no files of a task.
     """
-    suite, colon, which = name.partition(":")
+    suite, colon, key = name.partition(":")
     benchmark = benchmark_of(suite)
     folder = Path(imported("libero.libero").get_libero_path("bddl_files"))
-    found = []
+    tasks = []
     for index, task in enumerate(benchmark.get_task(index) for index in range(benchmark.n_tasks)):
         bddl = str(folder / task.problem_folder / task.bddl_file)
         text = task.language
         if suite.endswith(REWORDED) and Path(bddl).is_file():
             text = imported("libero.libero.envs.bddl_utils").get_problem_info(bddl)["language_instruction"]
-        found.append(LiberoTask(suite, index, task.name, text, bddl))
+        tasks.append(LiberoTask(suite, index, task.name, text, bddl))
     if colon:
-        chosen = [task for task in found if which in (str(task.index), task.name)]
-        if not chosen:
-            nearest = did_you_mean(which, [task.name for task in found])
+        matches = [task for task in tasks if key in (str(task.index), task.name)]
+        if not matches:
+            nearest = did_you_mean(key, [task.name for task in tasks])
             raise ConfigError(
-                f"'{suite}' has no task '{which}': use a number from 0 to {len(found) - 1}, or a name.{nearest}"
+                f"'{suite}' has no task '{key}': use a number from 0 to {len(tasks) - 1}, or a name.{nearest}"
             )
-        found = chosen
-    for task in found:
+        tasks = matches
+    for task in tasks:
         if not Path(task.bddl).is_file():
             raise ConfigError(f"The installed package has no file of the task '{task.suite}:{task.index}' {task.name}.")
-    return tuple(found)
+    return tuple(tasks)
 
 
 @functools.lru_cache(maxsize=256)

@@ -211,7 +211,7 @@ class PushTOriginalExpert:
         return np.concatenate([middle + rotated(CENTRE - self._marks.mean(axis=0), angle), angle[:, None]], axis=1)
 
     def _lengths(self, plans: Sequence[Plan], poses: np.ndarray) -> np.ndarray:
-        """Return how far [B] each plan's push still goes, px."""
+        """Return the remaining length [B] of each plan's push, px."""
         ends = np.array([plan.end for plan in plans])
         return best_length(poses, self._twists[[plan.contact for plan in plans]], ends)
 
@@ -274,18 +274,19 @@ class PushTOriginalExpert:
             left = np.linalg.norm(error_of(ends, self._goal), axis=-1)
             total = np.where(length > 0.3, cost + self._worth(left), np.inf)
             # Leaving the board is checked only for pushes that are good otherwise.
-            good = np.argpartition(total, 4 * self.beam, axis=None)[: 4 * self.beam]
-            parent, contact, which = np.unravel_index(good, total.shape)
-            beyond = self._outside(ends[parent, contact, which], contact)
-            total = total[parent, contact, which] + beyond
-            order = np.argsort(total)[: self.beam]
-            parent, contact, which = parent[order], contact[order], which[order]
-            poses, costs = ends[parent, contact, which], cost[parent, contact, which] + beyond[order]
+            cheapest = np.argpartition(total, 4 * self.beam, axis=None)[: 4 * self.beam]
+            places = np.unravel_index(cheapest, total.shape)
+            beyond = self._outside(ends[places], places[1])
+            order = np.argsort(total[places] + beyond)[: self.beam]
+            parent, contact, length_index = (indices[order] for indices in places)
+            poses = ends[parent, contact, length_index]
+            costs = cost[parent, contact, length_index] + beyond[order]
             at = contact
             first = np.where(first[parent] < 0, contact, first[parent])
             first_end = poses if depth == 0 else first_end[parent]
-            if total[order[0]] < best_cost:
-                best_cost, best = total[order[0]], (int(first[0]), first_end[0])
+            lowest = total[parent[0], contact[0], length_index[0]] + beyond[order[0]]
+            if lowest < best_cost:
+                best_cost, best = lowest, (int(first[0]), first_end[0])
         return Plan(best[0], best[1], pose)
 
     @staticmethod
