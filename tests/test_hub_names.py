@@ -12,7 +12,20 @@ from robopolicy.core.errors import ConfigError, RobopolicyNote
 from robopolicy.core.hub import blobs_of, hub_name, local_folder, repository_of
 from robopolicy.core.structured import Tagged
 
-LOCAL = {"root", "target", "run", "preference_pairs", "certificate", "certificate_key", "json", "folder", "dppo"}
+LOCAL = {
+    *(
+        "root",
+        "target",
+        "run",
+        "preference_pairs",
+        "certificate",
+        "certificate_key",
+        "json",
+        "folder",
+        "dppo",
+        "output",
+    ),
+}
 """Settings that are paths on this machine and nothing else."""
 
 

@@ -20,7 +20,7 @@ CHECKPOINTS = frozenset(
 DATASETS = frozenset(
     (
         *("data", "dataset", "extra_datasets", "reference_dataset", "merge", "source", "expert_datasets"),
-        *("positives", "negatives"),
+        *("positives", "negatives", "demonstrations"),
     )
 )
 """Names of settings that contain datasets, in any section."""

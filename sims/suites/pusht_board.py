@@ -131,8 +131,8 @@ class Board:
 
     def __init__(self) -> None:
         self._environment = load_pusht().PushTEnv()
-        import pymunk
-        from pymunk._chipmunk_cffi import lib
+        import pymunk  # pyright: ignore[reportMissingImports]
+        from pymunk._chipmunk_cffi import lib  # pyright: ignore[reportMissingImports]
 
         self._library: Any = lib
         # pymunk calls Python at every contact once a function is set; an unused handler has the library's own, empty.
