@@ -251,7 +251,7 @@ def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig
     Raises ConfigError for an unknown arm, or one that needs true values when they are not known.
     """
     if name not in ARMS:
-        raise ConfigError(f"There is no arm '{name}'.{did_you_mean(name, ARMS)} Known: {', '.join(ARMS)}.")
+        raise ConfigError(f"There is no arm '{name}'.{did_you_mean(name, ARMS)}")
     arm = ARMS[name]
     if arm.patched and problem.edge_value is None:
         raise ConfigError("The true values of this world are unknown: the arm 'patched' cannot compute its penalty.")

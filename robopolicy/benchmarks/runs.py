@@ -287,9 +287,7 @@ def chosen_from(config: Config, known: Mapping[str, Any]) -> tuple[str, ...]:
     """Return bench.only, by default all of `known`; raises ConfigError for an unknown name."""
     for name in config.bench.only:
         if name not in known:
-            raise ConfigError(
-                f"bench.only: there is no '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}."
-            )
+            raise ConfigError(f"bench.only: there is no '{name}'.{did_you_mean(name, known)}")
     return config.bench.only or tuple(known)
 
 

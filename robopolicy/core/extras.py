@@ -131,6 +131,4 @@ class Extras:
 def _require_known(name: str) -> None:
     names = [item.name for item in fields(Extras)]
     if name not in names:
-        raise KeyError(
-            f"Rollouts have no extra column '{name}'.{did_you_mean(name, names)} Known columns: {', '.join(names)}."
-        )
+        raise KeyError(f"Rollouts have no extra column '{name}'.{did_you_mean(name, names)}")

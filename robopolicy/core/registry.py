@@ -197,8 +197,8 @@ class Registry:
         path = self._known.get(name) or self._installed.get(name)
         if path is None and not is_dotted(name):
             raise ConfigError(
-                f"There is no {self.what} '{name}'.{did_you_mean(name, self.names())} Known: "
-                f"{', '.join(self.names())}; for a custom one pass its import path, package.module:Name."
+                f"There is no {self.what} '{name}'.{did_you_mean(name, self.names())} For a custom one pass its import "
+                "path, package.module:Name."
             )
         return path or name
 

@@ -409,7 +409,7 @@ def unknown_option(option: str, value: str, known: Iterable[str]) -> ConfigError
     `known`.
     """
     names = tuple(known)
-    return ConfigError(f"options.{option}={value} is not known.{did_you_mean(value, names)} Known: {', '.join(names)}.")
+    return ConfigError(f"options.{option}={value} is not known.{did_you_mean(value, names)}")
 
 
 keep_former_names(__name__, {"written": "setting_for", "find": "get_mechanism", "choose": "bind_options"})
