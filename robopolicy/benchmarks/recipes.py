@@ -29,6 +29,7 @@ RECIPES = {
     "pick_place": "diffusion, six-joint arm",
     "push_cube": "diffusion",
     "reach_planar": "diffusion",
+    "pusht": "diffusion, the original Push-T from key points",
     "push_choice": "token VLA, four instructions",
     "push_cube_pixels": "diffusion, camera of 64 px",
     "push_t_pixels": "diffusion, camera of 64 px",
