@@ -15,23 +15,9 @@ import numpy as np
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import CheckpointError
-from robopolicy.core.registry import Registry
 from robopolicy.core.tensors import load_tree, save_tree, to_arrays, to_tensors
+from robopolicy.failures import DETECTORS
 
-DETECTORS = Registry(
-    "failure detector",
-    "robopolicy.failure_detectors",
-    {
-        "float": "robopolicy.failures.float:FloatDetector",
-        "nearest": "robopolicy.failures.nearest:NearestDetector",
-        "nearest_max": "robopolicy.failures.nearest:FarthestDetector",
-        "fiper": "robopolicy.failures.fiper:FiperDetector",
-        "value": "robopolicy.failures.value:ValueDetector",
-        "progress": "robopolicy.failures.nearest:ProgressDetector",
-        "clock": "robopolicy.failures.nearest:ClockDetector",
-    },
-)
-"""Registry for detect.detectors: a class, called without arguments."""
 FILE = "detector"
 """Name of the files of a saved detector."""
 

@@ -35,8 +35,9 @@ from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy, require_success
 from robopolicy.evaluation.tables import detected_fault_rows, detector_rows
+from robopolicy.failures import DETECTORS
 from robopolicy.failures.conformal import THRESHOLDS
-from robopolicy.failures.detector import DETECTORS, Calibrated, FailureDetector, Rollout, indices_of
+from robopolicy.failures.detector import Calibrated, FailureDetector, Rollout, indices_of
 from robopolicy.failures.scoring import Scored
 from robopolicy.failures.watcher import Observer, Recorder, Watcher
 from robopolicy.policies.loading import checkpoint_in

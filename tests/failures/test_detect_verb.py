@@ -10,7 +10,7 @@ from robopolicy.building.policies import load_policy
 from robopolicy.cli import main
 from robopolicy.core.errors import CheckpointError
 from robopolicy.core.policy import to_tensors
-from robopolicy.failures.detector import DETECTORS
+from robopolicy.failures import DETECTORS
 from robopolicy.failures.watcher import load_watcher
 from sims.registry import make_world
 

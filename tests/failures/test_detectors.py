@@ -6,7 +6,8 @@ import torch
 from scipy.optimize import linprog
 
 from robopolicy.core.errors import CheckpointError, DataError
-from robopolicy.failures.detector import DETECTORS, Calibrated, Rollout, Seen, indices_of, load_detector
+from robopolicy.failures import DETECTORS
+from robopolicy.failures.detector import Calibrated, Rollout, Seen, indices_of, load_detector
 from robopolicy.failures.fiper import FiperDetector, chunk_entropy, smoothed
 from robopolicy.failures.float import FloatDetector
 from robopolicy.failures.nearest import FarthestDetector, NearestDetector, ProgressDetector

@@ -18,7 +18,7 @@ class DetectSection:
     """LeRobotDataset that the policy was trained on (default: the output of collect with the same name and seed)."""
     detectors: tuple[str, ...] = field(
         default=("float", "nearest", "nearest_max", "fiper", "value", "progress", "clock"),
-        metadata={REGISTRY: "robopolicy.failures.detector:DETECTORS"},
+        metadata={REGISTRY: "robopolicy.failures:DETECTORS"},
     )
     """Detectors. float: optimal transport from demonstrations on the policy's embeddings (FLOAT). nearest and
     nearest_max: sum and maximum of the distances to the nearest demonstrated frame. fiper: novelty and undecided
