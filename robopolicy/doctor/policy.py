@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.candidates import rows_of_observation
 from robopolicy.core.delayed import episodes_for_policy
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
@@ -103,10 +104,7 @@ def check_policy_on_data(
     findings += _compare_actions(policy_actions, data_actions, element_names(policy.spec.action, "action"), fits)
     findings += _explain_images(observation, lambda changed: error(decide(changed)), plain_error)
     order = torch.randperm(len(data_actions), generator=generator, device=generator.device)
-    shuffled: TensorObservation = {
-        key: value[order] if isinstance(value, Tensor) else [value[index] for index in order.tolist()]
-        for key, value in observation.items()
-    }
+    shuffled = rows_of_observation(observation, order.tolist())
     variance = policy_actions.var(0, correction=0).sum().clamp(min=1e-12)
     change = float((decide(shuffled) - policy_actions).pow(2).mean(0).sum() / (2 * variance))
     health = Health.GOOD if change > 0.1 else Health.BAD

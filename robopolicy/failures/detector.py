@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from robopolicy.core.arrays import Array
-from robopolicy.core.errors import CheckpointError
+from robopolicy.core.errors import CheckpointError, DataError
 from robopolicy.core.tensors import load_tree, save_tree, to_arrays, to_tensors
 from robopolicy.failures import DETECTORS
 
@@ -82,6 +82,12 @@ class FailureDetector(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state`."""
         ...
+
+
+def require_demonstrations(demonstrations: Sequence[Array]) -> None:
+    """Raise DataError without demonstrations."""
+    if not demonstrations:
+        raise DataError("Failure detectors compare with demonstrations, and there are none.")
 
 
 def indices_of(detector: FailureDetector, rollouts: Sequence[Rollout], batch_size: int = 64) -> list[Array]:

@@ -15,8 +15,7 @@ import torch
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import DataError
-from robopolicy.failures.detector import Rollout, Seen
-from robopolicy.failures.float import require_demonstrations
+from robopolicy.failures.detector import Rollout, Seen, require_demonstrations
 from robopolicy.failures.networks import Mlp
 
 LEAST_STD = 1e-3

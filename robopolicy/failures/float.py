@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.arrays import Array
-from robopolicy.core.errors import DataError
-from robopolicy.failures.detector import Rollout, Seen
+from robopolicy.failures.detector import Rollout, Seen, require_demonstrations
 from robopolicy.failures.transport import prefix_costs
 
 
@@ -69,9 +68,3 @@ class FloatDetector:
 def unit(vectors: Array) -> Array:
     """Return vectors [..., D] scaled to length 1; a zero vector stays."""
     return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
-
-
-def require_demonstrations(demonstrations: Sequence[Array]) -> None:
-    """Raise DataError without demonstrations."""
-    if not demonstrations:
-        raise DataError("Failure detectors compare with demonstrations, and there are none.")

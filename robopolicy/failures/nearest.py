@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.arrays import Array
-from robopolicy.failures.detector import Rollout, Seen
-from robopolicy.failures.float import require_demonstrations
+from robopolicy.failures.detector import Rollout, Seen, require_demonstrations
 
 
 class ClockDetector:

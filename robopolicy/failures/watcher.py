@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.arrays import Array
+from robopolicy.core.candidates import repeat_observation, rows_of_observation
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, DataError
 from robopolicy.core.player import PlayedStep, PolicyOutput
@@ -88,12 +89,7 @@ class Observer:
         embedding = self._scaled(self._raw(observation))
         if not self.samples:
             return Seen(embedding, np.zeros((len(embedding), 0, 0), dtype=np.float32))
-        repeated: TensorObservation = {
-            key: value.repeat_interleave(self.samples, 0)
-            if isinstance(value, Tensor)
-            else [text for text in value for _ in range(self.samples)]
-            for key, value in observation.items()
-        }
+        repeated = repeat_observation(observation, self.samples)
         actions = self.policy.act(repeated, generator, deterministic=True).actions.cpu().numpy() / self._action
         return Seen(embedding, actions.reshape(len(embedding), self.samples, -1).astype(np.float32))
 
@@ -129,10 +125,7 @@ class Recorder:
         assert isinstance(played.info, PolicyOutput)
         index = self._batches[self._now]
         rows = np.flatnonzero(played.running[: len(index)])
-        observation: TensorObservation = {
-            key: value[torch.from_numpy(rows)] if isinstance(value, Tensor) else [value[row] for row in rows]
-            for key, value in played.info.seen.items()
-        }
+        observation = rows_of_observation(played.info.seen, rows.tolist())
         generator = EpisodeGenerator(self._seed)
         if samples := self._observer.samples:
             keys = np.repeat(self._seeds[index[rows]], samples), np.tile(np.arange(samples), len(rows))

@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from robopolicy.core.candidates import rows_of_observation
 from robopolicy.core.errors import NonFiniteError, RobopolicyError, RobopolicyWarning, SpecError
 from robopolicy.core.examples import example_batch, example_observation
 from robopolicy.core.policy import Decision, Policy, ScoredPolicy, TensorObservation, Trainable, missing_members
@@ -182,12 +183,11 @@ def _check_rows(policy: Policy, observation: TensorObservation, deterministic: b
         policy.reset()
         generator = EpisodeGenerator(1)
         generator.begin(rows)
-        row_observation: TensorObservation = {}
-        for key, value in observation.items():
-            row_observation[key] = value[rows] if isinstance(value, Tensor) else [value[row] for row in rows]
         with warnings.catch_warnings(), generator.decision():
             warnings.simplefilter("ignore", RobopolicyWarning)
-            return policy.act(row_observation, generator, deterministic=deterministic).actions.cpu()
+            return policy.act(
+                rows_of_observation(observation, rows), generator, deterministic=deterministic
+            ).actions.cpu()
 
     together, fewer = decided(list(range(batch)))[order], decided(order)
     is_near = ((together - fewer).abs().flatten(1) <= 1e-3 * together.abs().max().clamp_min(1.0)).all(1)

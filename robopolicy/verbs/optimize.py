@@ -20,6 +20,7 @@ from robopolicy.building.policies import choose_device, load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import OptimizeSection
+from robopolicy.core.candidates import rows_of_observation
 from robopolicy.core.delayed import episodes_for_policy
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError
@@ -140,10 +141,7 @@ def observations(config: Config, policy: Policy, device: torch.device) -> Tensor
 def first_rows(seen: TensorObservation, count: int) -> TensorObservation:
     """Return `count` observations [count, H, ...], repeating them when there are fewer."""
     rows = next(len(value) for value in seen.values())
-    index = [place % rows for place in range(count)]
-    return {
-        key: value[index] if isinstance(value, Tensor) else [value[i] for i in index] for key, value in seen.items()
-    }
+    return rows_of_observation(seen, [place % rows for place in range(count)])
 
 
 def methods_to_test(section: OptimizeSection, policy: Policy, seen: TensorObservation) -> dict[str, InferenceMethod]:

@@ -303,12 +303,8 @@ class RowEnvironment:
         """Execute an action, [A], and return the environment's result: observation, reward, terminated, truncated,
         info.
         """
-        action = action.reshape(self._action_space.shape)
-        if self._seed_globals:
-            with self._own_globals():
-                done = self.environment.step(action)
-        else:
-            done = self.environment.step(action)
+        with self._own_globals():
+            done = self.environment.step(action.reshape(self._action_space.shape))
         if not isinstance(done, tuple) or len(done) != 5:
             raise SpecError(f"step returned {_described(done)}: {OLD}.")
         observation, reward, terminated, truncated, info = done
