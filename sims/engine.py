@@ -19,7 +19,7 @@ import numpy as np
 from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, SpecError, did_you_mean
 from robopolicy.core.faults import MOVED_GOAL
-from robopolicy.core.history import shifted_indices
+from robopolicy.core.history import shift_drawn_window
 from robopolicy.core.machine import usable_threads
 from robopolicy.core.randomness import numpy_generator, uniforms
 from robopolicy.core.registry import require_types
@@ -373,19 +373,15 @@ class MujocoWorld:
     ) -> dict[str, np.ndarray]:
         """Return the images [R, H, ...] after `length` [R] steps of a chunk, rendering only frames in the history."""
         histories: dict[str, np.ndarray] = {}
-        # The H frames to be seen, as places in [old history (H), the chunk's frames (C)]: new ones are rendered, old
-        # ones copied.
-        window = shifted_indices(length, self._history)
         for camera, size in self._sizes.items():
+
+            def draw(
+                row: np.ndarray, step: np.ndarray, camera: str = camera, size: tuple[int, int] = size
+            ) -> np.ndarray:
+                return self._frames(states[row, step], goal[row], camera, *size)
+
             key = IMAGE_PREFIX + camera
-            old = self._episodes.arrays[f"history/{key}"][index]
-            new = np.empty_like(old)
-            row, slot = np.nonzero(window >= self._history)
-            step = window[row, slot] - self._history
-            new[row, slot] = self._frames(states[row, step], goal[row], camera, *size)
-            row, slot = np.nonzero(window < self._history)
-            new[row, slot] = old[row, window[row, slot]]
-            histories[key] = new
+            histories[key] = shift_drawn_window(self._episodes.arrays[f"history/{key}"][index], length, draw)
         return histories
 
     def _frames(self, states: np.ndarray, goal: np.ndarray, camera: str, height: int, width: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 Axes: R row, H history frame (oldest first), C new frame (oldest first).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -52,6 +52,20 @@ def shifted_window(joined: Array, length: Array, history: int) -> Array:
     length: [R], number of new frames per row.
     """
     return select(joined, shifted_indices(length, history))
+
+
+def shift_drawn_window(window: Array, length: Array, draw: Callable[[Array, Array], Array]) -> Array:
+    """Shift `window` [R, H, *shape] by the first `length` [R] frames of a chunk, drawing only those that are in the
+    result.
+
+    draw: rows [n] and steps of the chunk [n] -> frames [n, *shape].
+    """
+    history = window.shape[1]
+    places = shifted_indices(length, history)
+    shifted = select(window, np.minimum(places, history - 1))
+    row, slot = np.nonzero(places >= history)
+    shifted[row, slot] = draw(row, places[row, slot] - history)
+    return shifted
 
 
 def shift_window(window: Array, frames: Array, length: Array | None = None) -> Array:

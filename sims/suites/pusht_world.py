@@ -11,7 +11,7 @@ import numpy as np
 
 from robopolicy.core.episode_rows import EpisodeRows
 from robopolicy.core.errors import CameraError, ConfigError, SpecError, did_you_mean
-from robopolicy.core.history import shifted_indices
+from robopolicy.core.history import shift_drawn_window
 from robopolicy.core.randomness import numpy_generator
 from robopolicy.core.registry import require_types
 from robopolicy.core.spec import (
@@ -254,14 +254,13 @@ class PushTWorld:
 
     def _update_images(self, index: slice | np.ndarray, poses: np.ndarray, length: np.ndarray) -> None:
         """Append the chunk's images, poses [R, C, 5] of which `length` [R] count, drawing only what is kept."""
-        history = self._spec.history
-        window = shifted_indices(length, history)  # places in the old history followed by the chunk's frames
         for camera, size in self._sizes.items():
-            old = self._episodes.arrays[f"history/{IMAGE_PREFIX}{camera}"][index]
-            new = np.take_along_axis(old, np.minimum(window, history - 1)[..., None, None, None], axis=1)
-            row, slot = np.nonzero(window >= history)
-            new[row, slot] = self._frames(poses[row, window[row, slot] - history], *size)
-            self._episodes.arrays[f"history/{IMAGE_PREFIX}{camera}"][index] = new
+
+            def draw(row: np.ndarray, step: np.ndarray, size: tuple[int, int] = size) -> np.ndarray:
+                return self._frames(poses[row, step], *size)
+
+            images = self._episodes.arrays[f"history/{IMAGE_PREFIX}{camera}"]
+            images[index] = shift_drawn_window(images[index], length, draw)
 
     def close(self) -> None:
         """Release the drawing surface; closing twice is harmless."""
