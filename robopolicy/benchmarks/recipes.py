@@ -83,15 +83,16 @@ def measure(recipe: str, chosen: Config) -> dict[str, Any]:
     """Run the missing stages of a recipe, and return its row of results.
 
     base, tuned: success rates of the deterministic policies before and after fine-tuning, on the same episode seeds;
-    seconds: wall time of every stage in this process, and of fine-tuning as recorded by its run; threads, commit,
-    packages and so on: environment of the measurement.
+    seconds: wall time of every stage in this process, and of fine-tuning as recorded by its run; cpu_seconds: of every
+    stage in this process; threads, commit, packages and so on: environment of the measurement.
     """
     seconds: dict[str, float] = {}
+    cpu_seconds: dict[str, float] = {}
     for name, stage in STAGES.items():
         output.print(Rule(f"[bold]{recipe}, seed {chosen.run.seed}, {name}", align="left"))
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         stage(chosen)
-        seconds[name] = time.perf_counter() - start
+        seconds[name], cpu_seconds[name] = time.perf_counter() - start, time.process_time() - cpu_start
     folder = run_path(chosen, "finetune")
     result, setup = read_json(folder / "result.json"), read_json(folder / "versions.json")
     return {
@@ -102,18 +103,22 @@ def measure(recipe: str, chosen: Config) -> dict[str, Any]:
         "env_steps": result["env_steps"],
         "reached_target": result["reached_target"],
         "seconds": seconds | {"finetune": result["seconds"]},
+        "cpu_seconds": cpu_seconds,
         **{key: setup[key] for key in ("threads", "commit", "packages", "python", "platform", "processor_count")},
     }
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return two tables: success rates over seeds (mean, range), and of every seed with its Wilson interval."""
+    """Return two tables: success rates over seeds (mean, range), and of every seed with its Wilson interval.
+
+    Minutes are of CPU time, or of wall time if a row was measured before that was recorded.
+    """
     spread, each = [], []
     for recipe, recipe_rows in figures["recipes"].items():
         for threads in sorted({row["threads"] for row in recipe_rows.values()}, reverse=True):
             rows = [row for row in recipe_rows.values() if row["threads"] == threads]
             rates = [spread_text(row[when]["success_rate"] for row in rows) for when in ("base", "tuned")]
-            minutes = np.median([row["seconds"]["finetune"] / 60 for row in rows])
+            minutes = np.median([row.get("cpu_seconds", row["seconds"])["finetune"] / 60 for row in rows])
             steps = np.mean([row["env_steps"] for row in rows])
             numbers = f"{steps / 1e3:,.0f}", f"{minutes:.0f}"
             spread.append([f"`{recipe}`", RECIPES[recipe], str(threads), str(len(rows)), *rates, *numbers])
