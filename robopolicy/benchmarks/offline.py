@@ -70,7 +70,7 @@ AGENTS = ("td3_bc", "prdc", "rebrac", "iql")
 
 NEW = {"improved": "best of 16, imitated", "spoilt": "Diffusion-QL, a critic of 4,000 updates"}
 """What is deployed -> the way that it came of."""
-COINS = {"step": "StepMix", "episode": "EpsMix"}
+MIXES = {"step": "StepMix", "episode": "EpsMix"}
 
 CORRECTIONS = {
     "the demonstrations alone": (),
@@ -169,12 +169,12 @@ class Case:
         """Return the results of a staged rollout, by mixing unit, and of replacing the base at once."""
         self.learned(NEW[name])
         new, results = self.place("offline", slug(NEW[name])) / "checkpoint", dict[str, Any]()
-        for coin, title in COINS.items():
-            folder = self.place("deploy", f"{name}_{coin}")
+        for mix, title in MIXES.items():
+            folder = self.place("deploy", f"{name}_{mix}")
             if not is_complete(folder):
                 self.announce(f"{name} policy, {title}")
-                arguments = f"deploy.policy={new}", f"deploy.base={self.base('diffusion')}", f"deploy.mix_per={coin}"
-                deploy.run(self.settings(*arguments, f"run.name={name}_{coin}"))
+                arguments = f"deploy.policy={new}", f"deploy.base={self.base('diffusion')}", f"deploy.mix_per={mix}"
+                deploy.run(self.settings(*arguments, f"run.name={name}_{mix}"))
             result = read_json(folder / "result.json")
             results[title] = result["deployed"]["mixed"]
             results["replaced at once"] = result["deployed"]["replaced"]
@@ -272,7 +272,7 @@ def _deployment(task: str, rows: Sequence[Mapping[str, Any]]) -> Table:
             ", ".join(f"{each[name][title]['worst_margin']:+.1f}" for each in rows),
         ]
         for name in NEW
-        for title in (*COINS.values(), "replaced at once")
+        for title in (*MIXES.values(), "replaced at once")
     ]
     floors = ", ".join(f"{100 * each['spoilt']['StepMix']['floor']:.1f} %" for each in rows)
     return Table(f"{task}, 500 episodes of deployment above a floor of {floors}", header, lines)

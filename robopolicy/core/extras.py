@@ -86,6 +86,10 @@ class Extras:
     """[B, T] int64, number of scored steps of the complete row. Added by `Algorithm.prepare`; read by the weight
     episode_mean.
     """
+    episode_decisions: Tensor | None = None
+    """[B, T] int64, number of decisions with a scored step of the complete row. Added with it; read by the weight
+    decision_mean.
+    """
 
     @staticmethod
     def of(given: "Extras | Mapping[str, Tensor]") -> "Extras":

@@ -1,20 +1,22 @@
 """Staged rollout: replaces a known policy by a new one while success stays above a lower bound (StepMix and EpsMix).
 
-A random draw selects the acting policy at every policy call (StepMix) or once per episode (EpsMix): the tuned policy
-with probability `share`, else the base. After every batch of episodes, `share` becomes the largest value whose success
-has a lower confidence bound above the floor, 0 if there is none. Success at any share is estimated from all episodes so
-far, whatever their shares: the world's factor in an episode's probability is the same for all of them, and the
-probabilities of the draws are known. With m of T draws for the tuned policy, and shares p_k of the n episodes played,
+The base acts during the first h decisions of an episode and the tuned policy during all others. h is drawn once per
+episode, so that the tuned policy acts during a `share` of an episode of D decisions on average: StepMix draws one of
+the two whole numbers next to (1 - share) D, EpsMix 0 (the tuned policy acts throughout) or D (the base does). After
+every batch of episodes, `share` becomes the largest value whose success has a lower confidence bound above the floor, 0
+if there is none. Success at any share is estimated from all episodes so far, whatever their shares: the world's factor
+in an episode's probability is the same for all of them, and the probabilities of the draws are known. An episode that
+ended after T decisions while the base acted could have had any h >= T, hence
 
-    p_share(m, T) = share^m (1 - share)^(T - m),   w = p_share / mean_k p_k,   V(share) = mean(w y),
+    p_share(episode) = P_share(h) if h < T, else P_share(h >= T),    w = p_share / mean_k p_k,    V(share) = mean(w y)
 
-the balance heuristic of multiple importance sampling (Veach and Guibas 1995). Episodes of the base alone have share 0,
-so a good estimate of the base is what first permits a small share of the tuned policy.
+with the shares k of the n episodes played: the balance heuristic of multiple importance sampling (Veach and Guibas
+1995). Switches that have never been tried contribute nothing to the mean, so V is then a lower bound of success: a
+share is chosen only as far as what is known supports it, and the tuned policy takes over one decision after another.
 
-Source: Li et al. 2023, arXiv:2306.06265, for finite problems. There, values of mixtures follow from counts of every
-state and action, and StepMix uses the base for the first steps of an episode and the tuned policy for the others.
-Deviations: success of complete episodes and importance weights instead of counts; one draw per policy call; Wilson's
-bound at the effective number of episodes instead of Hoeffding's: the guarantee is as good as that approximation.
+Source: Li et al. 2023, arXiv:2306.06265, for finite problems, where values of mixtures follow from counts of every
+state and action. Deviations: success of complete episodes and importance weights instead of counts; Wilson's bound at
+the effective number of episodes instead of Hoeffding's: the guarantee is as good as that approximation.
 """
 
 import math
@@ -37,20 +39,38 @@ from robopolicy.evaluation.intervals import wilson_bound
 SHARES = np.linspace(0.0, 1.0, 101)
 """Candidate probabilities of the tuned policy."""
 
-Coin = Literal["step", "episode"]
-"""Interval at which the acting policy is drawn: at every policy call (StepMix), or once per episode (EpsMix)."""
+Mix = Literal["step", "episode"]
+"""Part of an episode that the tuned policy takes over: its last decisions (step, StepMix), or all (episode, EpsMix)."""
+
+
+def switch_probabilities(shares: Array, decisions: int, mix: Mix) -> Array:
+    """Return the probabilities P(h) that the base acts during the first h = 0 .. D decisions, [G, D + 1].
+
+    shares: [G]; decisions: D, the largest number of decisions in an episode.
+    """
+    probabilities = np.zeros((len(shares), decisions + 1))
+    if mix == "episode":
+        probabilities[:, 0], probabilities[:, decisions] = shares, 1 - shares
+        return probabilities
+    # Rounded, because 0.7 * 10 must not be a little less than 7.
+    expected = np.round((1 - shares) * decisions, 9)
+    low = np.floor(expected).astype(int)
+    rows = np.arange(len(shares))
+    probabilities[rows, low] = 1 - (expected - low)
+    probabilities[rows, np.minimum(low + 1, decisions)] += expected - low
+    return probabilities
 
 
 class MixedPolicy:
-    """A `Policy` that mixes two policies: a random draw at every policy call, or once per episode, selects `tuned` or
-    `base`.
+    """A `Policy` of which `base` acts during the first decisions of an episode, and `tuned` during all others.
 
-    share: probability of the tuned policy; log-probabilities are not computed. The draws use the policies' noise
-    generator, so they belong to the episode. `coins` [D, B] contains the result of each policy call since all rows were
-    reset. Raises ConfigError when the two policies have different chunks, actions or histories.
+    share: average fraction of `decisions`, the largest number of an episode, at which the tuned policy acts; see
+    `switch_probabilities`. Log-probabilities are not computed. The draws use the policies' noise generator, so they
+    belong to the episode. `switch` [B] is the number of decisions that the base acts. Raises ConfigError when the two
+    policies have different chunks, actions or histories.
     """
 
-    def __init__(self, base: Policy, tuned: Policy, share: float, coin: Coin):
+    def __init__(self, base: Policy, tuned: Policy, share: float, decisions: int, mix: Mix):
         if (base.spec.chunk, base.spec.action.shape) != (tuned.spec.chunk, tuned.spec.action.shape):
             raise ConfigError(
                 f"The base outputs chunks of {base.spec.chunk} steps with shape {base.spec.action.shape}, the other "
@@ -64,11 +84,9 @@ class MixedPolicy:
             )
         self.base = base
         self.tuned = tuned
-        self.share = share
-        self.coin = coin
-        self.coins: list[torch.Tensor] = []
-        self._thrown: torch.Tensor | None = None
-        self._ended = torch.zeros(0, dtype=torch.bool)  # [B]: rows whose episode's coin is to be thrown anew
+        self._cumulative = torch.as_tensor(switch_probabilities(np.array([share]), decisions, mix)[0].cumsum())
+        self.switch = torch.zeros(0, dtype=torch.int64)
+        self._decision = torch.zeros(0, dtype=torch.int64)  # [B], decisions so far in the row's episode
 
     @property
     def spec(self) -> PolicySpec:
@@ -77,13 +95,13 @@ class MixedPolicy:
         return replace(self.base.spec, observation=observation_fields, scored_steps=0, steps_per_action=0)
 
     def reset(self, rows: Rows = None) -> None:
-        """Reset both policies and repeat the per-episode draw. rows: indices [R], None for all."""
+        """Reset both policies and draw the switches of new episodes. rows: indices [R], None for all."""
         self.base.reset(rows)
         self.tuned.reset(rows)
         if rows is None:
-            self.coins, self._thrown = [], None
-        elif self._thrown is not None:
-            self._ended[torch.as_tensor(np.asarray(rows), dtype=torch.int64)] = True
+            self._decision = self._decision[:0]
+        elif len(self._decision):
+            self._decision[torch.as_tensor(np.asarray(rows), dtype=torch.int64)] = 0
 
     @torch.no_grad()
     def act(
@@ -93,29 +111,34 @@ class MixedPolicy:
         actions_of_both = [
             each.act(observation, generator, deterministic=deterministic).actions for each in (self.base, self.tuned)
         ]
-        tuned_mask = uniform((len(actions_of_both[0]),), generator).cpu() < self.share
-        if self._thrown is not None and self.coin == "episode":
-            tuned_mask = torch.where(self._ended, tuned_mask, self._thrown)
-        self._thrown, self._ended = tuned_mask, torch.zeros_like(tuned_mask)
-        self.coins.append(tuned_mask)
-        return Decision(
-            torch.where(tuned_mask.to(actions_of_both[0].device)[:, None, None], actions_of_both[1], actions_of_both[0])
-        )
+        count = len(actions_of_both[0])
+        if not len(self._decision):
+            self._decision = torch.zeros(count, dtype=torch.int64)
+            self.switch = torch.zeros(count, dtype=torch.int64)
+        draws = uniform((count,), generator).cpu().double()
+        # The last sum may be a little below 1, and a switch beyond the last decision is none.
+        drawn = torch.searchsorted(self._cumulative, draws, right=True).clamp(max=len(self._cumulative) - 1)
+        self.switch = torch.where(self._decision == 0, drawn, self.switch)
+        tuned_mask = (self._decision >= self.switch).to(actions_of_both[0].device)
+        self._decision += 1
+        return Decision(torch.where(tuned_mask[:, None, None], actions_of_both[1], actions_of_both[0]))
 
 
 @dataclass
 class Deployment:
-    """Chooses the largest safe probability (`share`) of the tuned policy from the episodes so far.
+    """Chooses the largest safe `share` of the tuned policy from the episodes so far.
 
-    floor: lower bound of success to keep; confidence: of the one-sided bound. Outcomes are added in batches of n
-    episodes: see `tell`.
+    floor: lower bound of success to keep; decisions: largest number of decisions in an episode; confidence: of the
+    one-sided bound. Outcomes are added in batches of n episodes: see `tell`. Raises ConfigError on values out of range.
     """
 
     floor: float
+    decisions: int
+    mix: Mix = "step"
     confidence: float = 0.95
     shares: list[float] = field(default_factory=list[float])
-    heads: list[int] = field(default_factory=list[int])
-    coins: list[int] = field(default_factory=list[int])
+    switches: list[int] = field(default_factory=list[int])
+    lengths: list[int] = field(default_factory=list[int])
     success: list[bool] = field(default_factory=list[bool])
 
     def __post_init__(self) -> None:
@@ -123,24 +146,32 @@ class Deployment:
             raise ConfigError(
                 f"floor={self.floor} must be a success rate in [0, 1], and confidence={self.confidence} in [0.5, 1)."
             )
+        if self.decisions < 1:
+            raise ConfigError(f"decisions={self.decisions} must be at least 1.")
 
-    def tell(self, share: float, heads: Sequence[int], coins: Sequence[int], success: Sequence[bool]) -> None:
-        """Add n episodes played with `share`: of `coins` [n] draws, `heads` [n] selected the tuned policy."""
-        self.shares += [share] * len(heads)
-        self.heads += [int(each) for each in heads]
-        self.coins += [int(each) for each in coins]
+    def tell(self, share: float, switches: Sequence[int], lengths: Sequence[int], success: Sequence[bool]) -> None:
+        """Add n episodes played with `share`, of `lengths` [n] decisions, with the switch drawn for each [n]."""
+        self.shares += [share] * len(switches)
+        self.switches += [int(each) for each in switches]
+        self.lengths += [int(each) for each in lengths]
         self.success += [bool(each) for each in success]
 
     def estimate(self, shares: Array) -> tuple[Array, Array]:
         """Return the estimated success at each of `shares` [G], and the effective number of episodes behind it, [G]
         each.
         """
-        heads, tails = np.array(self.heads), np.array(self.coins) - np.array(self.heads)
         distinct_shares, counts = np.unique(np.array(self.shares), return_counts=True)
-        mixture = counts @ _likelihood(distinct_shares, heads, tails) / len(heads)
-        weight = _likelihood(shares, heads, tails) / mixture
+        mixture = counts @ self._likelihood(distinct_shares) / len(self.shares)
+        weight = self._likelihood(shares) / mixture
         value = np.clip((weight * np.array(self.success)).mean(1), 0.0, 1.0)
         return value, np.square(weight.sum(1)) / np.maximum(np.square(weight).sum(1), 1e-300)
+
+    def _likelihood(self, shares: Array) -> Array:
+        """Return the probability of the draws of every episode so far at `shares` [G], [G, n]."""
+        probabilities = switch_probabilities(shares, self.decisions, self.mix)
+        at_least = probabilities[:, ::-1].cumsum(1)[:, ::-1]
+        switches, lengths = np.array(self.switches), np.array(self.lengths)
+        return np.where(switches < lengths, probabilities[:, switches], at_least[:, np.minimum(switches, lengths)])
 
     def lower(self, shares: Array) -> Array:
         """Return the lower confidence bounds [G] of success at `shares` [G]."""
@@ -152,11 +183,6 @@ class Deployment:
             return 0.0
         safe = SHARES[self.lower(SHARES) >= self.floor]
         return float(safe.max()) if len(safe) else 0.0
-
-
-def _likelihood(shares: Array, heads: Array, tails: Array) -> Array:
-    """Return share^heads (1 - share)^tails, [G, n] of G shares and n episodes; 0^0 is 1."""
-    return np.power(shares[:, None], heads) * np.power(1 - shares[:, None], tails)
 
 
 @dataclass(frozen=True)
@@ -203,50 +229,51 @@ def deploy(
     seeds: Array,
     deployment: Deployment | None,
     *,
-    coin: Coin = "step",
     floor: float = 0.0,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Deployed:
     """Play an episode for each of `seeds` [E], in batches of the world's batch size, and return the results.
 
-    The fraction of episodes with the new policy changes between batches, so unlike in an evaluation the batch size
+    The fraction of an episode with the new policy changes between batches, so unlike in an evaluation the batch size
     affects the result. deployment: chooses this fraction for every batch and receives its outcomes; None replaces the
     base at once. Both policies act without exploration noise. Raises ConfigError as `MixedPolicy` does.
     """
     shares: list[float] = []
     success: list[Array] = []
+    mix = "episode" if deployment is None else deployment.mix
     for start in range(0, len(seeds), world.batch_size):
         wave = seeds[start : start + world.batch_size]
         share = 1.0 if deployment is None else deployment.choose()
-        mixed = MixedPolicy(base, tuned, share, coin)
+        mixed = MixedPolicy(base, tuned, share, most_decisions(world, base), mix)
         wave_result = play_episode_batch(world, mixed, wave, seed, device=device)
         if deployment is not None:
-            deployment.tell(share, *_thrown(mixed, wave_result.lengths), wave_result.success.tolist())
+            switches = mixed.switch[: len(wave)].tolist()
+            lengths = _decisions(wave_result.lengths, base)
+            deployment.tell(share, switches, lengths, wave_result.success.tolist())
         shares += [share] * len(wave)
         success.append(wave_result.success)
     return Deployed(np.concatenate(success), np.array(shares), floor if deployment is None else deployment.floor)
 
 
-def _thrown(mixed: MixedPolicy, lengths: Array) -> tuple[list[int], list[int]]:
-    """Return the number of draws for the tuned policy and of all draws, in episodes of `lengths` [n] steps."""
-    coins = torch.stack(mixed.coins)[:, : len(lengths)].numpy()
-    if mixed.coin == "episode":
-        return coins[0].astype(int).tolist(), [1] * len(lengths)
-    decisions = np.minimum(-(-lengths // mixed.spec.chunk), len(coins))
-    is_counted = np.arange(len(coins))[:, None] < decisions
-    return (coins & is_counted).sum(0).tolist(), decisions.tolist()
+def most_decisions(world: World, policy: Policy) -> int:
+    """Return the largest number of decisions of a policy in an episode of a world."""
+    return -(-world.spec.horizon // policy.spec.chunk)
+
+
+def _decisions(lengths: Array, policy: Policy) -> list[int]:
+    """Return the numbers of decisions [n] in episodes of `lengths` [n] control steps."""
+    return (-(-lengths // policy.spec.chunk)).tolist()
 
 
 def known_base(
-    world: World, base: Policy, seeds: Array, coin: Coin, *, seed: int = 0, device: torch.device | str = "cpu"
+    world: World, base: Policy, seeds: Array, *, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Mapping[str, list[Any]]:
-    """Play the base alone; return the heads, coins and success [n] for `Deployment.tell`, with a share of 0."""
-    totals: dict[str, list[Any]] = {"heads": [], "coins": [], "success": []}
+    """Play the base alone; return the switches, lengths and success [n] for `Deployment.tell`, with a share of 0."""
+    totals: dict[str, list[Any]] = {"switches": [], "lengths": [], "success": []}
     for start in range(0, len(seeds), world.batch_size):
-        base_policy = MixedPolicy(base, base, 0.0, coin)
-        wave = play_episode_batch(world, base_policy, seeds[start : start + world.batch_size], seed, device=device)
-        heads, coins = _thrown(base_policy, wave.lengths)
-        for name, values in (("heads", heads), ("coins", coins), ("success", wave.success.tolist())):
-            totals[name] += values
+        wave = play_episode_batch(world, base, seeds[start : start + world.batch_size], seed, device=device)
+        totals["switches"] += [most_decisions(world, base)] * len(wave.success)
+        totals["lengths"] += _decisions(wave.lengths, base)
+        totals["success"] += wave.success.tolist()
     return totals

@@ -15,6 +15,7 @@ from robopolicy.rl.initial_states import Allocator, Hints, TaskSampler
 from robopolicy.rl.presets import RatioLevel
 from robopolicy.rl.registry import Need, Slot
 from robopolicy.rl.replay import Replay
+from robopolicy.rl.weights import episode_sizes
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ class Algorithm:
             rollouts, keep = replace(rollouts, mask=rollouts.mask & keep).with_extras(pruned=~keep), None
         scored_mask = rollouts.mask & rollouts.alive[..., None]
         rollouts = rollouts.with_extras(
-            advantage=torch.where(scored_mask, advantage, 0.0),
-            episode_steps=scored_mask.sum((1, 2))[:, None].expand(rollouts.shape),
+            advantage=torch.where(scored_mask, advantage, 0.0), **episode_sizes(scored_mask)
         )
         # Rows leave last: their returns have counted in the baselines.
         return rollouts if keep is None else rollouts.take(keep.nonzero().squeeze(-1))

@@ -181,15 +181,14 @@ def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
 
 
 @mechanism(Slot.COEFFICIENT, "grpo_guard", source="GRPO-Guard, arXiv:2510.22319", needs=(Need.MEANS, Need.STEP_RATIOS))
-def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -> Coefficients:
+def grpo_guard(scored: Scored, *, summed: bool = False) -> Coefficients:
     """PPO on ratios whose mean is corrected to 1, so that clipping acts equally on both sides of a Gaussian step.
 
     c = std r' A, the gradient of the clipped surrogate of r' (see `guarded_log_ratio`; deviation: the gradient of the
     shift, second order in the step, is dropped). summed: log-probabilities are sums over dimensions
-    (policy.logp_reduction=sum). Clip widths apply to the scaled log-ratio and are std times smaller. balance: multiply
-    by mean(std^2) / std^2, the paper's 1 / dt, since a step of length dt has a variance proportional to dt. The flows
-    here take even steps, for which it changes nothing. A denoising chain that predicts the clean action already moves
-    its mean most at the end and becomes unstable with it, so it is off by default.
+    (policy.logp_reduction=sum). Clip widths apply to the scaled log-ratio and are std times smaller. The paper also
+    divides the loss of a step by its length dt; all flows here take steps of equal length, where that is one factor for
+    the complete loss, and a denoising chain has no such length.
     """
     shift, std = mean_shift(scored)
     if summed:
@@ -197,8 +196,6 @@ def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -
     log_ratio = guarded_log_ratio(scored.log_ratio, shift, std)
     # d log r' / d log pi = std, by the chain rule.
     c = std * ppo(log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
-    if balance:
-        c = c * std[scored.mask].square().mean() / std.square().clamp(min=1e-12)
     ratio_mean, guarded = scored.ratio[scored.mask].mean(), log_ratio.exp()[scored.mask].mean()
     return torch.where(scored.mask, c, 0.0), {"ratio_mean": ratio_mean, "guarded_ratio_mean": guarded}
 

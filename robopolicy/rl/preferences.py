@@ -26,6 +26,7 @@ from robopolicy.rl.coefficients import sides
 from robopolicy.rl.context import Context, latents_for_other_policy
 from robopolicy.rl.registry import Slot, mechanism
 from robopolicy.rl.replay import Buffer, append_rollouts
+from robopolicy.rl.weights import episode_sizes
 
 _NAME = "preferences"
 
@@ -228,7 +229,7 @@ def _as_rows_of(part: Rollouts, rollouts: Rollouts) -> Rollouts:
     extras = {name: value.new_zeros((*part.shape, *value.shape[2:])) for name, value in rollouts.extras.items()}
     scored_mask = part.mask & part.alive[..., None]
     extras["advantage"] = torch.where(scored_mask, part.extras["preferred"][..., None].float(), 0.0)
-    extras["episode_steps"] = scored_mask.sum((1, 2))[:, None].expand(part.shape)
+    extras |= episode_sizes(scored_mask)
     if "preferred" in rollouts.extras:
         extras["preferred"] = part.extras["preferred"]
     first, *other_names = rollouts.rewards

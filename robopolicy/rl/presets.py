@@ -48,6 +48,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dppo": {"advantage": "gae", "credit": ("denoising_discount",), "coefficient": "ppo", "weight": "step_mean"},
     "ppo": {"advantage": "gae", "coefficient": "ppo", "weight": "step_mean"},
     "grpo": {"advantage": "grpo", "coefficient": "ppo", "weight": "episode_mean"},
+    "agentflow": {
+        "advantage": "grpo",
+        "coefficient": "ppo",
+        "weight": "decision_mean",
+        "auxiliaries": ("kl_base",),
+        "options": {"ppo": {"low": 0.2, "high": 0.3}, "kl_base": {"weight": 0.001}},
+    },
     "dr_grpo": {"advantage": "dr_grpo", "coefficient": "ppo", "weight": "constant"},
     "rloo": {"advantage": "rloo", "coefficient": "ppo", "weight": "step_mean"},
     "dapo": {"advantage": "grpo", "coefficient": "ppo", "weight": "step_mean", "selection": ("mixed_outcomes",)},

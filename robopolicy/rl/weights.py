@@ -21,6 +21,16 @@ def episode_mean(mask: Tensor) -> Tensor:
     return mask.float() / per_row.clamp(min=1) / rows
 
 
+def episode_sizes(mask: Tensor) -> dict[str, Tensor]:
+    """Return the extras that minibatches of single chunks need of complete rows, of their scored steps [B, T, K].
+
+    episode_steps, episode_decisions: [B, T] int64, number of scored steps and of chunks with a scored step.
+    """
+    steps, chunks = mask.sum((1, 2)), mask.any(-1).sum(1)
+    names = ("episode_steps", "episode_decisions")
+    return {name: size[:, None].expand(mask.shape[:2]) for name, size in zip(names, (steps, chunks), strict=True)}
+
+
 def constant_denominator(mask: Tensor, denominator: float) -> Tensor:
     """Sum over steps [b, t, K] divided by a constant, so long chunks weigh more (Dr.GRPO, arXiv:2503.20783)."""
     return mask.float() / denominator

@@ -27,6 +27,7 @@ from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
+from robopolicy.rl.weights import episode_sizes
 from robopolicy.training.acting import Acting, TeacherSchedule
 from robopolicy.training.collection import WHOLE
 from robopolicy.training.demonstrations import Demonstrations
@@ -191,7 +192,7 @@ def _like(rows: Rollouts, prepared: Rollouts, advantage: Tensor) -> Rollouts:
     scored_mask = rows.mask
     extras["advantage"] = torch.where(scored_mask, advantage[:, None, None].float(), 0.0)
     # What normalises an episode's weight in the loss, as `prepare` gives it to own rows.
-    extras["episode_steps"] = scored_mask.sum((1, 2))[:, None].expand(rows.shape)
+    extras |= episode_sizes(scored_mask)
     names = list(prepared.rewards)
     rewards = (
         rows.rewards if set(rows.rewards) == set(names) else {names[0]: torch.stack(list(rows.rewards.values())).sum(0)}

@@ -1,10 +1,10 @@
 """Simulates a staged rollout that replaces a known policy by a new one while success stays above a lower bound.
 
-At every policy call (StepMix), or once per episode with deploy.mix_per=episode (EpsMix), a random draw selects the new
-or the base policy. The new policy's probability is the largest for which the lower confidence bound of success exceeds
-the required minimum, deploy.max_success_drop below the base's success. For comparison, the new policy also replaces the
-base at once, from the same initial states. On a real robot, use robopolicy.evaluation.deployment.Deployment: report
-each batch of episodes to it and it returns the probability.
+The base acts during the first decisions of an episode and the new policy during the others (StepMix), or one of them,
+drawn per episode, throughout (EpsMix, deploy.mix_per=episode). The new policy's share is the largest for which the
+lower confidence bound of success exceeds the required minimum, deploy.max_success_drop below the base's success. For
+comparison, the new policy also replaces the base at once, from the same initial states. On a real robot, use
+robopolicy.evaluation.deployment.Deployment: report each batch of episodes to it and it returns the share.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.world import World
-from robopolicy.evaluation.deployment import Deployed, Deployment, deploy, known_base
+from robopolicy.evaluation.deployment import Deployed, Deployment, deploy, known_base, most_decisions
 from robopolicy.evaluation.intervals import plus_minus
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import require_success
@@ -46,17 +46,18 @@ def run(config: Config) -> int:
     require_success(world)
     tuned_policy, base = adapt_policy_to_world(world, tuned_policy), adapt_policy_to_world(world, base)
     base_results = known_base(
-        world, base, episode_seeds(seed, "known", section.base_episodes), section.mix_per, seed=seed, device=device
+        world, base, episode_seeds(seed, "known", section.base_episodes), seed=seed, device=device
     )
     rate = float(np.mean(base_results["success"]))
-    deployment = Deployment((1 - section.max_success_drop) * rate, section.confidence)
+    floor = (1 - section.max_success_drop) * rate
+    deployment = Deployment(floor, most_decisions(world, base), section.mix_per, section.confidence)
     deployment.tell(0.0, **base_results)
     deployments = both(config, world, base, tuned_policy, deployment, device)
     world.close()
     print_table(
         f"{section.episodes} episodes, minimum success {deployment.floor:.1%} ({section.max_success_drop:.0%} below "
         f"the base's {rate:.1%})",
-        ("", "success", "final probability of the new policy", "largest shortfall below the minimum (standard errors)"),
+        ("", "success", "final share of the new policy", "largest shortfall below the minimum (standard errors)"),
         [
             [name, f"{each.success.mean():.1%}", f"{each.shares[-1]:.0%}", plus_minus(each.margin, "+.1f")]
             for name, each in deployments.items()
@@ -76,8 +77,6 @@ def both(
     seeds = episode_seeds(seed, "deploy", section.episodes)
     ways = {"mixed": deployment, "replaced": None}
     return {
-        name: deploy(
-            world, base, tuned, seeds, way, coin=section.mix_per, floor=deployment.floor, seed=seed, device=device
-        )
+        name: deploy(world, base, tuned, seeds, way, floor=deployment.floor, seed=seed, device=device)
         for name, way in ways.items()
     }

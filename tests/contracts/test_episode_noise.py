@@ -129,7 +129,7 @@ MAKERS: dict[str, Callable[[], Policy]] = {
     "steered": steering,
     "edited": editing,
     "planned": planned,
-    "mixed": lambda: MixedPolicy(diffusion(), diffusion(), 0.5, "step"),
+    "mixed": lambda: MixedPolicy(diffusion(), diffusion(), 0.5, 10, "step"),
     "stranger": Stranger,
 }
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from made_rollouts import make_rollouts
 
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, RobopolicyNote
+from robopolicy.core.spec import STATE
 from robopolicy.rl.advantages import gae, group, step, tree
 from robopolicy.rl.context import Context
 from robopolicy.rl.experimental import advantages as experimental_advantages
@@ -188,6 +189,16 @@ def test_a_fork_adds_to_the_episodes_advantage():
     torch.testing.assert_close(advantages, torch.tensor(episode[:, None] + 2 * rise).float(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.checks("advantage/fork")
+def test_siblings_count_once_each_however_many_episodes_they_have():
+    """A fork with a branch of three successes, which part later, and a branch of one failure."""
+    rollouts = make_rollouts(
+        [3] * 4, [0] * 4, [1.0, 1.0, 1.0, 0.0], parent=[-1, 0, 0, 0], branch_decision=[-1, 2, 2, 1]
+    )
+    advantages = experimental_advantages.fork(rollouts, CONTEXT, trajectory=0.0)
+    assert advantages.tolist() == [[0, 0.5, 0]] * 3 + [[0, -0.5, 0]]
+
+
 @pytest.mark.checks("advantage/gigpo")
 def test_gigpo_gives_the_figures_of_its_authors_code_without_deviations_and_divides_both_terms_with_them():
     """Figures: gigpo/core_gigpo.py of verl-agent (mean_norm), in the copy github.com/xlan156/verl-agent at 8ca3a46."""
@@ -243,6 +254,22 @@ def test_step_groups_compare_what_followed_the_same_step():
     torch.testing.assert_close(advantages, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.checks("advantage/step_groups")
+@pytest.mark.parametrize(
+    ("agreement", "whole", "cut"),
+    [([1, 0, 1, 1], [1.375, 0.75, 1.5, 1], [1, 0, 1.5, 1]), ([1, 1, 0, 0], [1.5, 1, 0, 0], [1.5, 1, 0, 0])],
+)
+def test_a_cut_return_ends_where_a_chunk_disagrees_with_the_demonstration(
+    agreement: list[int], whole: list[float], cut: list[float]
+):
+    rollouts = with_rewards(make_rollouts([4], [0]), [[[0.0, float(each)] for each in agreement]])
+    rollouts = replace(rollouts, valid=rollouts.valid & torch.tensor([False, True]))  # one control step a decision
+    assert step.returns_to_go(rollouts, 0.5)[0].tolist() == whole
+    assert step.returns_to_go(rollouts, 0.5, cut=True)[0].tolist() == cut
+    uncut, cut_groups = (step.step_groups(rollouts, CONTEXT, cut=each) for each in (False, True))
+    assert uncut.shape == cut_groups.shape == (1, 4)
+
+
 @pytest.mark.checks("advantage/rank_grpo")
 def test_rank_grpo_standardises_returns_to_go_of_decisions():
     rollouts = make_rollouts([2, 2, 2], [0, 0, 0], steps=1)
@@ -290,6 +317,28 @@ def test_salt_merges_equal_steps_and_leaves_the_others():
     torch.testing.assert_close(advantages, torch.tensor(expected).float(), atol=1e-5, rtol=0)
     apart = experimental_advantages.salt(rollouts, CONTEXT, resolution=0.02)[:2, 0]
     torch.testing.assert_close(apart, torch.tensor(episode[:2]).float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.checks("advantage/gigpo", "advantage/hgpo", "advantage/salt")
+def test_continuous_states_are_compared_as_coarsely_as_it_takes_to_share_some():
+    """Eight episodes of one group in a plane."""
+    rollouts = make_rollouts([5] * 8, [0] * 8, list(range(8)), steps=1)
+    states = torch.randn(8, 5, 1, 2, generator=torch.Generator().manual_seed(0))
+    rollouts = replace(rollouts, observation={STATE: states})
+    keys = {size: step.state_keys(rollouts, size) for size in step.RESOLUTIONS}
+    shares = [float(step._is_shared(each, rollouts)[:, 1:].float().mean()) for each in keys.values()]
+    assert shares[0] < step.SHARED <= shares[-1], shares
+    chosen = next(each for each, share in zip(keys.values(), shares, strict=True) if share >= step.SHARED)
+    assert torch.equal(step.state_keys(rollouts), chosen)
+    # A state that only one episode visits, however often, is not shared.
+    own = replace(rollouts, observation={STATE: torch.arange(8.0)[:, None, None, None].expand(8, 5, 1, 1)})
+    assert not step._is_shared(step.state_keys(own, 0.25), own).any()
+
+
+def test_states_that_nobody_shares_make_a_note():
+    rollouts = make_rollouts([3] * 2, [0, 1], [0.0, 1.0])
+    with pytest.warns(RobopolicyNote, match="hardly differs from GRPO"):
+        step.gigpo(rollouts, CONTEXT)
 
 
 @pytest.mark.checks("advantage/q_values")

@@ -100,7 +100,7 @@ def test_duration_weighs_the_gradient_of_a_decision_by_its_time_over_the_mean():
     assert float(episode_weights.sum()) == pytest.approx(1.0)
 
 
-@pytest.mark.checks("weight/step_mean", "weight/episode_mean", "weight/constant")
+@pytest.mark.checks("weight/step_mean", "weight/episode_mean", "weight/decision_mean", "weight/constant")
 def test_what_counts_alike_in_each_average():
     """Two episodes: two decisions of 3 and 1 steps, and one decision of 2 steps."""
     mask = torch.tensor([[[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [0, 0, 0]]], dtype=torch.bool)
@@ -108,6 +108,7 @@ def test_what_counts_alike_in_each_average():
     tables = {
         weights.weigh_steps: [[1 / 6, 1 / 6, 1 / 6, 1 / 6], [1 / 6, 1 / 6]],
         weights.weigh_episodes: [[1 / 8, 1 / 8, 1 / 8, 1 / 8], [1 / 4, 1 / 4]],
+        experimental_rewards.weigh_decisions: [[1 / 12, 1 / 12, 1 / 12, 1 / 4], [1 / 4, 1 / 4]],
         weights.weigh_constantly: [[1 / 12, 1 / 12, 1 / 12, 1 / 12], [1 / 12, 1 / 12]],
     }
     for function, table in tables.items():
@@ -118,6 +119,12 @@ def test_what_counts_alike_in_each_average():
         assert not episode_weights[~mask].any()
     assert weights.weigh_constantly(mask, rollouts, length=4.0)[mask].tolist() == pytest.approx([1 / 8] * 6)
     # In minibatches of single decisions every step knows the length of its whole episode.
-    decisions = replace(rollouts, mask=mask).with_extras(episode_steps=torch.tensor([[4, 4], [2, 2]])).flat()
-    episode_weights = weights.weigh_episodes(decisions.mask, decisions)
-    assert episode_weights[decisions.mask].tolist() == pytest.approx([1 / 8] * 4 + [1 / 4] * 2)
+    sizes = weights.episode_sizes(mask)
+    assert {name: size[:, 0].tolist() for name, size in sizes.items()} == {
+        "episode_steps": [4, 2],
+        "episode_decisions": [2, 1],
+    }
+    decisions = replace(rollouts, mask=mask).with_extras(**sizes).flat()
+    for function in (weights.weigh_episodes, experimental_rewards.weigh_decisions):
+        expected = [value for row in tables[function] for value in row]
+        assert function(decisions.mask, decisions)[decisions.mask].tolist() == pytest.approx(expected)

@@ -18,7 +18,7 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.objective import policy_loss
 from robopolicy.rl.preferences import Preferences, read_pairs, write_pairs
 from robopolicy.rl.rewards import frames_of, guided_cost, named_stages, stage_costs, undone_costs
-from robopolicy.rl.weights import weigh_constantly
+from robopolicy.rl.weights import episode_sizes, weigh_constantly
 
 CONTEXT = Context(torch.Generator(), instructions=("go",))
 
@@ -262,8 +262,8 @@ def judged(returns=(3.0, 1.0, 2.0, 5.0, 5.0, 0.5), group=(0, 0, 0, 1, 1, 1), see
     rollouts = replace(rollouts, policy_version=torch.full(rollouts.shape, version))
     advantage, keep = best_and_worst(rollouts, CONTEXT)
     extras = {"advantage": advantage[..., None].expand(rollouts.mask.shape).clone()}
-    steps = rollouts.mask.sum((1, 2))[:, None].expand(rollouts.shape)
-    return rollouts.with_extras(**extras, episode_steps=steps).take(keep.nonzero().squeeze(1))
+    extras |= episode_sizes(rollouts.mask & rollouts.alive[..., None])
+    return rollouts.with_extras(**extras).take(keep.nonzero().squeeze(1))
 
 
 def at(iteration: int, seed: int = 0) -> Context:

@@ -80,11 +80,21 @@ def test_a_group_of_failures_is_pushed_away_by_a_virtual_success():
     assert guided[:2] == pytest.approx([-1 / 3 / spread] * 2, abs=1e-4)
 
 
+@pytest.mark.checks("advantage/grpo")
+def test_deviations_are_the_populations_or_the_samples():
+    rollouts = make_rollouts([1] * 6, [0, 0, 0, 0, 1, 1], [1.0, 0.0, 0.0, 0.0, 1.0, 0.0])
+    assert first(advantage_of("grpo", rollouts)) == pytest.approx([3**0.5, *[-(3**-0.5)] * 3, 1.0, -1.0], abs=1e-4)
+    assert first(advantage_of("grpo", rollouts, unbiased=True)) == pytest.approx(
+        [1.5, -0.5, -0.5, -0.5, 0.5**0.5, -(0.5**0.5)], abs=1e-4
+    )
+
+
 @pytest.mark.checks("advantage/w_reinforce")
 def test_signs_and_weights_of_w_reinforce():
     rollouts = make_rollouts([1, 1], [0, 0], [1.0, -1.0])
     assert first(advantage_of("w_reinforce", rollouts)) == pytest.approx([0.1, -1.0])
     assert first(advantage_of("w_reinforce", rollouts, positive=0.0)) == [0.0, -1.0]
+    assert first(advantage_of("w_reinforce", rollouts, positive=1.0, negative=0.0)) == [1.0, 0.0]
 
 
 def test_a_small_reward_is_not_drowned_by_a_large_one():

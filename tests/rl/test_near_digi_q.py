@@ -143,6 +143,21 @@ def test_a_checkpoint_goes_on_byte_for_byte_with_what_was_kept(tmp_path):
     assert torch.equal(a.extras["v"], b.extras["v"])
 
 
+@pytest.mark.checks("models/q_ensemble", "PAV")
+def test_actions_that_do_not_matter_are_no_progress_on_average():
+    """A minimum over members would lie below V everywhere, and a prover would charge every decision for it."""
+    rollouts = corridor(256)
+    rollouts.success[:, 1] = torch.rand(256, generator=torch.Generator().manual_seed(0)) < 0.5
+    model = QEnsemble(tools(Drawing()))
+    rollouts = model.annotate(rollouts, context())
+    gain = rollouts.extras["q"] - rollouts.extras["v"]
+    assert float(gain.mean()) == pytest.approx(0.0, abs=1e-6) and float(gain.std()) > 1e-4
+    observation = {STATE: rollouts.observation[STATE].flatten(0, 1)}
+    with torch.no_grad():
+        members = model.network.members(observation, rollouts.actions.flatten(0, 1))
+    torch.testing.assert_close(rollouts.extras["q"].flatten(), members.mean(0))
+
+
 @pytest.mark.checks("models/q_ensemble", "advantage/q_values", "Digi-Q")
 def test_the_preset_learns_by_differences_from_kept_data_and_imitates_the_best():
     algorithm = build_algorithm(AlgorithmConfig(algorithm="digi_q"))

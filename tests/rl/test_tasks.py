@@ -153,6 +153,23 @@ def test_roc_keeps_the_shortest_successes_and_the_proportion():
     assert int(kept[4:].sum()) == 2
 
 
+@pytest.mark.checks("selection/roc")
+@pytest.mark.parametrize(
+    ("successes", "failures", "kept_counts"),
+    [(1, 7, (1, 3)), (7, 1, (3, 1)), (6, 2, (3, 1)), (4, 4, (2, 2)), (0, 8, (0, 4)), (8, 0, (4, 0)), (1, 1, (1, 1))],
+)
+def test_roc_keeps_as_many_episodes_as_asked_for_and_one_of_each_kind(
+    successes: int, failures: int, kept_counts: tuple[int, int]
+):
+    size = successes + failures
+    # Beside another group, whose counts must not matter.
+    rollouts = make_rollouts(
+        [2] * (size + 3), [0] * size + [1] * 3, [1.0] * successes + [-1.0] * failures + [1.0, -1.0, 1.0]
+    )
+    kept = experimental_selection.resample_on_correct(rollouts, CONTEXT, keep=0.5)
+    assert (int(kept[:successes].sum()), int(kept[successes:size].sum())) == kept_counts
+
+
 @pytest.mark.checks("selection/max_variance")
 def test_the_most_different_returns_are_kept():
     rollouts = make_rollouts([1] * 6, [0, 0, 0, 0, 1, 1], [0.0, 1.0, 0.4, 0.5, 0.0, 1.0])

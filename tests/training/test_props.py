@@ -90,7 +90,7 @@ def test_the_loss_is_that_of_the_clipped_surrogate_with_an_advantage_of_minus_on
     mask = torch.rand(64, 3, generator=draws) < 0.8
     ratio = log_ratio.exp()
     surrogate = torch.minimum(-ratio, -ratio.clamp(0.9, 1.1))  # PPO's, to be maximised, with A = -1
-    divergence = ratio * log_ratio - (ratio - 1)  # sum over actions of phi log (phi / theta), from samples of theta
+    divergence = (ratio - 1) - log_ratio  # sum over actions of theta log (theta / phi), from samples of theta
     expected = (-surrogate + 0.1 * divergence)[mask].sum() / mask.sum()
     torch.testing.assert_close(sampling_error_loss(log_ratio, mask, 0.1, 0.1), expected)
 

@@ -160,7 +160,9 @@ class DeploySection:
     base: Path | None = None
     """Checkpoint of the current policy (default: the output of train with the same name and seed)."""
     mix_per: Literal["step", "episode"] = "step"
-    """Draw the acting policy at every policy call (step, StepMix) or once per episode (episode, EpsMix)."""
+    """step: the base acts first in an episode and then the new policy (StepMix); episode: one of them throughout
+    (EpsMix).
+    """
     max_success_drop: Fraction = 0.2
     """Fraction of the base policy's success that may be lost: the minimum success is (1 - drop) times it."""
     base_episodes: Count = 200

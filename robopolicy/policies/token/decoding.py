@@ -301,12 +301,13 @@ class MaskedDecoding(nn.Module):
 def commit_schedule(length: int, steps: int, schedule: DecodeSchedule) -> tuple[int, ...]:
     """Return the number of the K = `length` positions that each pass commits; they sum to K. Raises ConfigError.
 
-    EVEN: `steps` passes of sizes as equal as possible. ASCENDING: 1, 2, 4, ... and the rest in the last pass, so that
-    the first tokens, which have the least context, are committed most carefully (ASS, arXiv:2509.23924); steps is
-    ignored. All tokens have equal weight in training, whereas the paper averages within every pass first.
+    EVEN: `steps` passes of sizes as equal as possible. ASCENDING: floor(log2 K) passes of 1, 2, 4, ... and the rest in
+    the last one, so that the first tokens, which have the least context, are committed most carefully (ASS,
+    arXiv:2509.23924); steps is ignored. All tokens have equal weight in training, whereas the paper averages within
+    every pass first.
     """
     if schedule is DecodeSchedule.ASCENDING:
-        passes = max(1, (length - 1).bit_length())
+        passes = max(1, length.bit_length() - 1)
         return (*(2**step for step in range(passes - 1)), length - 2 ** (passes - 1) + 1)
     if not 1 <= steps <= length:
         raise ConfigError(

@@ -28,19 +28,27 @@ def broadcast(advantage: Tensor, rollouts: Rollouts) -> Tensor:
     return torch.where(rollouts.alive, advantage[:, None], 0.0)
 
 
-def group_normalised(values: Tensor, counts: Tensor, groups: Segments, epsilon: float = 1e-6) -> Tensor:
-    """Return (x - group mean) / (group std + epsilon), [B]; 0 for excluded entries."""
+def group_normalised(
+    values: Tensor, counts: Tensor, groups: Segments, epsilon: float = 1e-6, *, unbiased: bool = False
+) -> Tensor:
+    """Return (x - group mean) / (group std + epsilon), [B]; 0 for excluded entries.
+
+    The standard deviation is the population's, or with `unbiased` the sample's, as in verl and TRL: in groups of G
+    episodes it is larger by one factor, sqrt(G / (G - 1)).
+    """
     centred = values - groups.mean(values, counts)[groups.index]
-    return torch.where(counts, centred / (groups.std(values, counts)[groups.index] + epsilon), 0.0)
+    std = groups.std(values, counts, unbiased=unbiased)[groups.index]
+    return torch.where(counts, centred / (std + epsilon), 0.0)
 
 
 @mechanism(Slot.ADVANTAGE, "grpo", source="Shao et al. 2024, arXiv:2402.03300", needs=(Need.GROUPS,))
-def grpo(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tensor:
+def grpo(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6, unbiased: bool = False) -> Tensor:
     """A = (R - group mean) / (group std + epsilon).
 
-    R [B]: the episodes' returns. Returns A [B, T], constant over an episode.
+    R [B]: the episodes' returns. unbiased: the sample's standard deviation, as in verl and TRL, instead of the
+    population's; it matters where groups differ in size. Returns A [B, T], constant over an episode.
     """
-    return broadcast(group_normalised(*outcomes(rollouts), epsilon), rollouts)
+    return broadcast(group_normalised(*outcomes(rollouts), epsilon, unbiased=unbiased), rollouts)
 
 
 @mechanism(Slot.ADVANTAGE, "dr_grpo", source="Liu et al. 2025, arXiv:2503.20783", needs=(Need.GROUPS,))

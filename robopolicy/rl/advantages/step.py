@@ -4,9 +4,12 @@ They compare the returns that follow: GiGPO, HGPO, SALT, UI-S1 and BranchGRPO's 
 `group_baseline`, with different keys that define which chunks are compared. Others use the predictions of side models.
 """
 
+import warnings
+
 import torch
 from torch import Tensor
 
+from robopolicy.core.errors import RobopolicyNote
 from robopolicy.core.returns import discounted_sums
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments, distinct
@@ -17,9 +20,13 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
 
-def returns_to_go(rollouts: Rollouts, discount: float) -> Tensor:
-    """Compute G_t = R_t + discount^h_t G_{t+1}, [B, T] (h_t control steps, not discounted inside a chunk)."""
-    return discounted_sums(rollouts.reward, discount ** rollouts.duration.float(), ~rollouts.ended)
+def returns_to_go(rollouts: Rollouts, discount: float, *, cut: bool = False) -> Tensor:
+    """Compute G_t = R_t + discount^h_t G_{t+1}, [B, T] (h_t control steps, not discounted inside a chunk).
+
+    cut: G_t = R_t where R_t is not positive.
+    """
+    goes_on = ~rollouts.ended & (rollouts.reward > 0) if cut else ~rollouts.ended
+    return discounted_sums(rollouts.reward, discount ** rollouts.duration.float(), goes_on)
 
 
 def group_baseline(values: Tensor, key: Segments, counts: Tensor, scale: bool = False) -> tuple[Tensor, Tensor]:
@@ -35,28 +42,72 @@ def group_baseline(values: Tensor, key: Segments, counts: Tensor, scale: bool = 
     return torch.where(counts & (size > 1), centred, 0.0), size
 
 
-def state_keys(rollouts: Rollouts, resolution: float) -> Tensor:
+RESOLUTIONS = 0.25, 0.5, 1.0, 2.0, 4.0
+"""Candidate resolutions of `state_keys`, in standard deviations."""
+
+SHARED = 0.2
+"""Minimum fraction of later decisions in a state that another episode of the group visits, too."""
+
+
+def state_keys(rollouts: Rollouts, resolution: float | None = None, *, with_actions: bool = False) -> Tensor:
     """Compute a key for the state of every chunk, [B, T] int64: equal numbers for states that look alike.
 
-    Vector fields of the newest frame are divided by their standard deviation over the batch and rounded to multiples of
-    `resolution`. A collector may provide its own keys as extras["state_key"].
+    Vector fields of the newest frame (and with_actions the actions of the chunk) are divided by their standard
+    deviation over the batch and rounded to multiples of `resolution`. None: the finest of RESOLUTIONS at which a
+    fraction SHARED of the decisions after an episode's first has a key that another episode of its group has, too;
+    continuous states are hardly ever equal. If there is none, a note says that the comparison of equal states has
+    little effect. A collector may provide its own keys of states as extras["state_key"].
     """
-    if "state_key" in rollouts.extras:
-        return rollouts.extras["state_key"]
-    parts: list[Tensor] = []
-    for value in rollouts.observation.values():
-        if isinstance(value, Tensor) and value.dtype.is_floating_point:
-            newest = value[:, :, -1].flatten(2)
-            spread = newest[rollouts.alive].std(0) + 1e-6
-            parts.append((newest / spread / resolution).round().long())
-    cells = torch.cat(parts, -1)
-    _, index = distinct(cells.flatten(0, 1))
-    return index.reshape(cells.shape[:2])
+    values = list(rollouts.observation.values())
+    parts = [
+        value[:, :, -1].flatten(2)
+        for value in values
+        if isinstance(value, Tensor) and value.dtype.is_floating_point and "state_key" not in rollouts.extras
+    ]
+    parts += [rollouts.actions.flatten(2)] if with_actions else []
+    vectors = [part / (part[rollouts.alive].std(0) + 1e-6) for part in parts]
+
+    def keys_at(size: float) -> Tensor:
+        cells = [(vector / size).round().long() for vector in vectors]
+        if "state_key" in rollouts.extras:
+            cells.append(rollouts.extras["state_key"][..., None].long())
+        _, index = distinct(torch.cat(cells, -1).flatten(0, 1))
+        return index.reshape(rollouts.shape)
+
+    later = rollouts.alive.clone()
+    later[:, 0] = False
+    if resolution is not None or not vectors or not bool(later.any()):
+        return keys_at(RESOLUTIONS[0] if resolution is None else resolution)
+    for size in RESOLUTIONS:
+        keys = keys_at(size)
+        if float(_is_shared(keys, rollouts)[later].float().mean()) >= SHARED:
+            return keys
+    warnings.warn(
+        f"Fewer than {SHARED:.0%} of the decisions are in a state that another episode of their group visits, however "
+        "coarsely states are compared: this algorithm hardly differs from GRPO here.",
+        RobopolicyNote,
+        stacklevel=2,
+    )
+    return keys
+
+
+def _is_shared(keys: Tensor, rollouts: Rollouts) -> Tensor:
+    """Whether another episode of the group has the key [B, T] at any time, [B, T]."""
+    segments = Segments.of(per_decision(rollouts.group, rollouts), keys.flatten())
+    row, alive = torch.arange(len(keys), device=keys.device).double(), rollouts.alive.flatten()
+    rows = row[:, None].expand(keys.shape).flatten()
+    first, last = segments.minimum(rows, alive), segments.maximum(rows, alive)
+    return ((first != last)[segments.index] & alive).reshape(keys.shape)
 
 
 @mechanism(Slot.ADVANTAGE, "gigpo", source="GiGPO, Feng et al. 2025, arXiv:2505.10978", needs=(Need.GROUPS,))
 def gigpo(
-    rollouts: Rollouts, context: Context, *, step_weight: float = 1.0, resolution: float = 0.25, scale: bool = True
+    rollouts: Rollouts,
+    context: Context,
+    *,
+    step_weight: float = 1.0,
+    resolution: float | None = None,
+    scale: bool = True,
 ) -> Tensor:
     """Episode advantage plus step advantage: the return-to-go relative to other visits of the same state in the group.
 
@@ -73,13 +124,19 @@ def gigpo(
 
 @mechanism(Slot.ADVANTAGE, "step_groups", source="UI-S1, semi-online RL, arXiv:2509.11543", needs=(Need.GROUPS,))
 def step_groups(
-    rollouts: Rollouts, context: Context, *, episode_weight: float = 1.0, step_weight: float = 1.0
+    rollouts: Rollouts,
+    context: Context,
+    *,
+    episode_weight: float = 1.0,
+    step_weight: float = 1.0,
+    cut: bool = False,
 ) -> Tensor:
     """Weighted sum of the episode's advantage and of the return-to-go relative to the group at the same step index.
 
-    Both are standardised. Returns A [B, T].
+    Both are standardised. cut: a return-to-go ends at a chunk without a positive reward, as in UI-S1, whose rewards are
+    the agreement with a demonstration. Returns A [B, T].
     """
-    to_go = returns_to_go(rollouts, context.discount)
+    to_go = returns_to_go(rollouts, context.discount, cut=cut)
     column = torch.arange(to_go.shape[1], device=to_go.device).expand(to_go.shape)
     keys = Segments.of(per_decision(rollouts.group, rollouts), column.flatten())
     step, _ = group_baseline(to_go.flatten(), keys, rollouts.alive.flatten(), scale=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.returns import discounted_sums
 from robopolicy.core.rollouts import Rollouts, sum_of_rewards
-from robopolicy.core.segments import Segments, distinct, quantile
+from robopolicy.core.segments import Segments, quantile
 from robopolicy.rl.advantages.gae import standardise
 from robopolicy.rl.advantages.group import broadcast, group_normalised, outcomes
 from robopolicy.rl.advantages.step import group_baseline, returns_to_go, state_keys, step_groups
@@ -30,14 +30,16 @@ def reinforce_pp(rollouts: Rollouts, context: Context) -> Tensor:
 
 
 @mechanism(Slot.ADVANTAGE, "w_reinforce", source="PSR/NSR, Zhu et al. 2025, arXiv:2506.01347", needs=(Need.EPISODES,))
-def w_reinforce(rollouts: Rollouts, context: Context, *, positive: float = 0.1) -> Tensor:
-    """A = positive for a success, -1 for a failure: mostly learning from failures, which preserves diversity.
+def w_reinforce(rollouts: Rollouts, context: Context, *, positive: float = 0.1, negative: float = 1.0) -> Tensor:
+    """A = positive for a success, -negative for a failure: by default mostly learning from failures, which preserves
+    diversity.
 
-    positive=0 is NSR; positive=1 is plain REINFORCE on signs. For complete episodes, with or without groups. Returns A
-    [B, T], constant over an episode.
+    positive=0 is NSR, negative=0 PSR with positive=1; both 1 is plain REINFORCE on signs. Episodes of weight 0 still
+    count in the mean of the loss. For complete episodes, with or without groups. Returns A [B, T], constant over an
+    episode.
     """
-    success = rollouts.row_success
-    sign = torch.where(success, torch.full_like(rollouts.row_return, positive), -1.0)
+    returns = rollouts.row_return
+    sign = torch.where(rollouts.row_success, torch.full_like(returns, positive), torch.full_like(returns, -negative))
     return broadcast(sign, rollouts)
 
 
@@ -176,7 +178,12 @@ def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tenso
 
 @mechanism(Slot.ADVANTAGE, "hgpo", source="HGPO, arXiv:2602.22817", needs=(Need.GROUPS,))
 def hgpo(
-    rollouts: Rollouts, context: Context, *, context_length: int = 2, alpha: float = 1.0, resolution: float = 0.25
+    rollouts: Rollouts,
+    context: Context,
+    *,
+    context_length: int = 2,
+    alpha: float = 1.0,
+    resolution: float | None = None,
 ) -> Tensor:
     """Step groups of increasing context: compare chunks that share the last 1, 2, ... states; longer contexts weigh
     more.
@@ -232,37 +239,41 @@ def rank_grpo(rollouts: Rollouts, context: Context, *, per_action: bool = False)
 
 
 @mechanism(Slot.ADVANTAGE, "salt", source="SALT, arXiv:2510.20022", needs=(Need.GROUPS,))
-def salt(rollouts: Rollouts, context: Context, *, resolution: float = 0.25) -> Tensor:
+def salt(rollouts: Rollouts, context: Context, *, resolution: float | None = None) -> Tensor:
     """Merge equal steps of a group: the same action in the same state gets the mean advantage of all its occurrences.
 
-    Actions [B, T, C, A] are equal if they agree after division by their standard deviation over the batch and rounding
-    to multiples of `resolution`, over the complete chunk; states as in `state_keys`. Returns A [B, T].
+    States and actions are equal if they have the same key, see `state_keys`. Returns A [B, T].
     """
     episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
-    actions = rollouts.actions.flatten(2)
-    cells = (actions / (actions[rollouts.alive].std(0) + 1e-6) / resolution).round().long()
-    _, cell_index = distinct(cells.flatten(0, 1))
-    keys = Segments.of(per_decision(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten(), cell_index)
-    merged = keys.mean(episode.flatten(), rollouts.alive.flatten())[keys.index]
+    keys = state_keys(rollouts, resolution, with_actions=True)
+    same_steps = Segments.of(per_decision(rollouts.group, rollouts), keys.flatten())
+    merged = same_steps.mean(episode.flatten(), rollouts.alive.flatten())[same_steps.index]
     return torch.where(rollouts.alive, merged.reshape(episode.shape), 0.0)
 
 
 @mechanism(Slot.ADVANTAGE, "fork", source="PORTool, arXiv:2510.26020", needs=(Need.GROUPS,))
 def fork(rollouts: Rollouts, context: Context, *, trajectory: float = 1.0, forks: float = 1.0) -> Tensor:
-    """Weighted sum of the episode's advantage and of a chunk's increase of its subtree's mean return.
+    """Weighted sum of the episode's advantage and of a chunk's advantage over its siblings at a branch point.
 
-    At a branch point this increase is the advantage over the siblings; elsewhere it is 0. Returns A [B, T], or [B, T,
-    K] if episodes branch inside policy calls.
+    The latter is the mean return of the chunk's subtree minus the mean of that over all branches, each counted once
+    however many episodes it has; it is 0 where nothing branches. Returns A [B, T], or [B, T, K] if episodes branch
+    inside policy calls.
     """
-    values, _ = subtree_values(rollouts)
+    values, nodes = subtree_values(rollouts)
     returns, counts, groups = outcomes(rollouts)
-    root = groups.mean(returns, counts)[groups.index]
-    # The subtree's mean one decision earlier; before the first one, the whole group's.
-    before = torch.cat([root[:, None], values[:, :-1]], 1)
+    alive = nodes_alive(rollouts, values)
+    # A node stands in every row of its subtree; the first one represents it. Siblings have the same node before them;
+    # before the first decision that is the group.
+    place = torch.arange(values.numel(), device=values.device)
+    leader = nodes.minimum(place.double(), alive.flatten(), empty=-1.0)[nodes.index].reshape(values.shape)
+    before = torch.cat([-1.0 - groups.index[:, None].double(), leader[:, :-1]], 1)
+    siblings = Segments.of(before.flatten())
+    is_leader = alive & (leader == place.reshape(values.shape)) & counts[:, None]
+    usual = siblings.mean(values.flatten(), is_leader.flatten())[siblings.index].reshape(values.shape)
     episode = broadcast(group_normalised(returns, counts, groups), rollouts)
     share = values.shape[1] // rollouts.shape[1]
-    advantage = trajectory * episode.repeat_interleave(share, 1) + forks * (values - before)
-    return as_steps(torch.where(nodes_alive(rollouts, values), advantage, 0.0), rollouts)
+    advantage = trajectory * episode.repeat_interleave(share, 1) + forks * (values - usual)
+    return as_steps(torch.where(alive, advantage, 0.0), rollouts)
 
 
 @mechanism(Slot.ADVANTAGE, "process_steps", source="OPRL, arXiv:2509.19199", needs=(Need.GROUPS, Need.IMPLICIT))

@@ -53,13 +53,16 @@ def rec(
     high: float = 0.2,
     far_low: float = 0.6,
     far_high: float = 2.0,
+    tau: float | None = None,
+    proximity: float = 0.0,
 ) -> Coefficients:
-    """REINFORCE on off-policy data: c = w M A with a mask M of the ratio instead of clipping.
+    """REINFORCE on off-policy data: c = w M A - proximity log r with a mask M of the ratio r instead of clipping.
 
     region: one_side drops steps that have already moved far enough (PPO's own mask); two_side drops everything outside
     [1 - low, 1 + high]; ring drops only the ring between, since it also keeps steps that moved far in the wrong
     direction, r <= 1 - far_low with A >= 0 and r >= 1 + far_high with A <= 0. importance: w is the ratio, else 1.
-    Raises ConfigError for an unknown region.
+    tau: data are also weighted by exp(A / tau) (RED-Weight), None for none. proximity: weight of log(r)^2 / 2, as in
+    opmd, at all steps. Raises ConfigError for an unknown region.
     """
     ratio = scored.ratio
     is_positive = scored.advantage >= 0
@@ -71,10 +74,11 @@ def rec(
     if region not in masks:
         raise unknown_option("rec.region", region, masks)
     weight = ratio if importance else torch.ones_like(ratio)
+    if tau is not None:
+        weight = weight * (scored.advantage / tau).exp()
     trusted_mask = masks[region] & ~scored.clamped
-    return torch.where(trusted_mask, weight * scored.advantage, 0.0), {
-        "kept": masked_fraction(trusted_mask, scored.mask)
-    }
+    reinforced = torch.where(trusted_mask, weight * scored.advantage, 0.0)
+    return reinforced - proximity * scored.log_ratio, {"kept": masked_fraction(trusted_mask, scored.mask)}
 
 
 @mechanism(Slot.COEFFICIENT, "opmd", source="OPMD, as in REC, arXiv:2509.24203; Kimi k1.5, arXiv:2501.12599")

@@ -57,14 +57,14 @@ def empg(
     *,
     damping: float = 1.0,
     clarity: float = 1.0,
-    bonus: float = 0.1,
+    bonus: float = 0.05,
 ) -> Tensor:
     """Confident chunks weigh more, uncertain ones less, and chunks followed by a confident one get a bonus.
 
         A_t g(H_t) + bonus exp(-clarity H_{t+1}),  g = exp(-damping H) / mean,  then centred over the batch
 
-    H: mean entropy of a chunk's steps, scaled to [0, 1] over the batch (the final centring is from memory). Takes and
-    returns A [B, T, K].
+    H: mean entropy of a chunk's steps, scaled to [0, 1] over the batch. Both means are over chunks, however many steps
+    they have. Takes and returns A [B, T, K].
     """
     alive = rollouts.alive
     count = rollouts.mask.sum(-1).clamp(min=1)
@@ -75,7 +75,8 @@ def empg(
     # An episode's last decision leads to none, so it earns no bonus.
     follows = torch.cat([alive[:, 1:], torch.zeros_like(alive[:, :1])], 1)
     shaped = advantage * gain[..., None] + bonus * (torch.exp(-clarity * next_step) * follows)[..., None]
-    return torch.where(rollouts.mask, shaped - shaped[rollouts.mask].mean(), 0.0)
+    per_chunk = (shaped * rollouts.mask).sum(-1) / count
+    return torch.where(rollouts.mask, shaped - per_chunk[alive].mean(), 0.0)
 
 
 @mechanism(Slot.CREDIT, "gtpo", source="GTPO, arXiv:2508.03772", needs=(Need.CATEGORICAL, Need.ENTROPY, Need.GROUPS))

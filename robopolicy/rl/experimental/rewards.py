@@ -1,5 +1,5 @@
-"""Experimental rewards for milestones, speed, smoothness and progress under a prover, and the speed paper's weight by
-duration.
+"""Experimental rewards for milestones, speed, smoothness and progress under a prover, and weights of the loss by
+duration and by chunk.
 """
 
 from dataclasses import replace
@@ -106,4 +106,29 @@ def weigh_by_duration(mask: Tensor, rollouts: Rollouts) -> Tensor:
     Takes a mask [b, t, K] and returns weights of that shape, which sum to 1.
     """
     weight = mask.float() * rollouts.duration[..., None]
+    return weight / weight.sum().clamp(min=1e-12)
+
+
+def decision_mean(mask: Tensor) -> Tensor:
+    """Weight every row [t, K] equally, and in it every chunk: the mean over rows of means over chunks of means over
+    steps (AgentFlow).
+    """
+    per_chunk = mask.sum(-1, keepdim=True)
+    chunks = (per_chunk > 0).sum(-2, keepdim=True)
+    rows = (chunks > 0).sum().clamp(min=1)
+    return mask.float() / per_chunk.clamp(min=1) / chunks.clamp(min=1) / rows
+
+
+@mechanism(Slot.WEIGHT, "decision_mean", source="AgentFlow, arXiv:2510.05592")
+def weigh_decisions(mask: Tensor, rollouts: Rollouts) -> Tensor:
+    """Weight every episode equally, in it every chunk, and in that every step (the mean over an agent's turns).
+
+    The same as episode_mean if all chunks have as many scored steps. In minibatches of single chunks an episode's size
+    is extras["episode_decisions"] [b, t], and weights are normalised to a sum of 1. Takes a mask [b, t, K] and returns
+    weights of that shape.
+    """
+    if "episode_decisions" not in rollouts.extras:
+        return decision_mean(mask)
+    chunks = rollouts.extras["episode_decisions"][..., None].clamp(min=1)
+    weight = mask.float() / mask.sum(-1, keepdim=True).clamp(min=1) / chunks
     return weight / weight.sum().clamp(min=1e-12)

@@ -13,8 +13,9 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 def resample_on_correct(rollouts: Rollouts, context: Context, *, keep: float = 0.5) -> Tensor:
     """Keep a fraction of every group: the cleanest successes and random failures, in their original proportion.
 
-    Play more episodes than needed (a larger group_size). Clean means short: the fewest control steps. At least one
-    success and one failure are kept, if any. Returns keep [B] bool.
+    Of N episodes with s successes n = round(keep N) are kept, and of these round(n s / N) are successes: at least one
+    success and one failure, if any. Play more episodes than needed (a larger group_size). Clean means short: the fewest
+    control steps. Returns keep [B] bool.
     """
     success, groups = rollouts.row_success, Segments.of(rollouts.group)
     steps = rollouts.duration.sum(1).double()
@@ -23,9 +24,14 @@ def resample_on_correct(rollouts: Rollouts, context: Context, *, keep: float = 0
     order = torch.where(success, steps, 1e9 + chance)
     kinds = Segments.of(rollouts.group, success)
     place = kinds.rank(order)
-    size = kinds.size()[kinds.index]
-    target_size = (keep * size.double()).round().clamp(min=1)
-    return (place < target_size) & (groups.size()[groups.index] > 0)
+    size = groups.size().double()
+    successes = groups.sum(success.double())
+    has_success, has_failure = successes.clamp(max=1), (size - successes).clamp(max=1)
+    kept_size = (keep * size).round().maximum(has_success + has_failure)
+    kept_successes = (kept_size * successes / size.clamp(min=1)).round().maximum(has_success)
+    kept_successes = kept_successes.minimum(kept_size - has_failure)
+    target_size = torch.where(success, kept_successes[groups.index], (kept_size - kept_successes)[groups.index])
+    return place < target_size
 
 
 @mechanism(Slot.SELECTION, "max_variance", source="D3S, arXiv:2509.22115; PODS, arXiv:2504.13818", needs=(Need.GROUPS,))

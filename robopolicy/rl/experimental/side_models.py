@@ -268,10 +268,11 @@ class QEnsemble(SideNetwork[ValueModel]):
     Q of a target network as targets. So chunks of older policies also inform the current policy's values. The last
     `capacity` chunks of earlier iterations are stored (part of checkpoints). Training adds `replayed` times as many of
     them as there are new ones, with newly sampled actions. monte_carlo: both -> 1 if the episode succeeded later;
-    nothing is stored. Adds extras["q"] and ["v"] [B, T]; advantage=q_values, rewards=[pav] and auxiliaries=[best_of_n,
-    spo] use them. Deviations: it reads the state vectors, which take the place of Digi-Q's frozen features; V follows
-    the minimum over the members, while the paper's two critics each have their own V; the policy imitates in the states
-    of this iteration, not in the stored ones.
+    nothing is stored, q is the mean over the members, and v is shifted to the same mean as q. Adds extras["q"] and
+    ["v"] [B, T]; advantage=q_values, rewards=[pav] and auxiliaries=[best_of_n, spo] use them. Deviations: it reads the
+    state vectors, which take the place of Digi-Q's frozen features; V follows the minimum over the members, while the
+    paper's two critics each have their own V; the policy imitates in the states of this iteration, not in the stored
+    ones.
     """
 
     def __init__(
@@ -322,7 +323,15 @@ class QEnsemble(SideNetwork[ValueModel]):
         else:
             self._learn_differences(self._with_kept(self._transitions(rollouts, context), context), context)
         with torch.no_grad():
-            q, v = self.network.action_values(before, actions), self.network.values(before)
+            members, v = self.network.members(before, actions), self.network.values(before)
+            if self.by_outcome:
+                # Regression on outcomes overestimates nothing, so no minimum is needed. V is the mean of Q over the
+                # policy's actions, which these are: what differs on average is an error of the two regressions, which
+                # PAV would pay or charge at every decision.
+                q = members.mean(0)
+                v = v + (q - v).mean()
+            else:
+                q = members.min(0).values
         empty = torch.zeros(alive.shape, device=alive.device)
         return rollouts.with_extras(q=empty.index_put((alive,), q), v=empty.index_put((alive,), v))
 

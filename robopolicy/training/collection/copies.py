@@ -192,7 +192,7 @@ class DelayedCollector(CopyCollector):
 
 
 def sampling_error_loss(log_ratio: Tensor, mask: Tensor, epsilon: float, kl_weight: float) -> Tensor:
-    """Return mean(max(r, clip(r, 1 - eps, 1 + eps))) + kl_weight * mean(r log r - r + 1) over masked steps, a scalar.
+    """Return mean(max(r, clip(r, 1 - eps, 1 + eps))) + kl_weight * mean(r - 1 - log r) over masked steps, a scalar.
 
     log_ratio, mask: [N, K]. r: probability under the sampling policy divided by that under the policy. The gradient is
     zero below 1 - eps, so no step is pushed further.
@@ -200,8 +200,8 @@ def sampling_error_loss(log_ratio: Tensor, mask: Tensor, epsilon: float, kl_weig
     ratio = log_ratio.exp()
     # max(r, clip(r)): above 1 - eps a step is pushed down, below it is left alone.
     surrogate = torch.max(ratio, ratio.clamp(1 - epsilon, 1 + epsilon))
-    # E_policy[r log r - r + 1] = KL(actor || policy), each term at least 0.
-    divergence = ratio * log_ratio - ratio + 1
+    # E_policy[r - 1 - log r] = KL(policy || actor), each term at least 0.
+    divergence = log_ratio.expm1() - log_ratio
     return (step_mean(mask) * torch.where(mask, surrogate + kl_weight * divergence, 0.0)).sum()
 
 

@@ -27,6 +27,7 @@ from robopolicy.rl.critic import Critic
 from robopolicy.rl.offline.agent import OfflineAgent, minimum_value_of
 from robopolicy.rl.offline.decisions import ROWS, Decisions, observations_at
 from robopolicy.rl.offline.interface import Interface
+from robopolicy.rl.weights import episode_sizes
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import require_same_scores
 from robopolicy.training.offline.configuration import BestOfConfig, ChainPpoConfig, WeightedImitationConfig
@@ -195,7 +196,7 @@ def resample_decisions(
         images=Images.of(stacked),
     ).with_extras(
         advantage=torch.where(mask, advantage[:, None, None], 0.0),
-        episode_steps=mask.sum(-1),
+        **episode_sizes(mask),
         q=q[:, None],
         v=v[:, None],
     )
