@@ -78,8 +78,8 @@ def state_keys(rollouts: Rollouts, resolution: float | None = None, *, with_acti
     later[:, 0] = False
     if resolution is not None or not vectors or not bool(later.any()):
         return keys_at(RESOLUTIONS[0] if resolution is None else resolution)
-    for size in RESOLUTIONS:
-        keys = keys_at(size)
+    candidates = [keys_at(size) for size in RESOLUTIONS]
+    for keys in candidates:
         if float(_is_shared(keys, rollouts)[later].float().mean()) >= SHARED:
             return keys
     warnings.warn(
@@ -88,7 +88,7 @@ def state_keys(rollouts: Rollouts, resolution: float | None = None, *, with_acti
         RobopolicyNote,
         stacklevel=2,
     )
-    return keys
+    return candidates[-1]
 
 
 def _is_shared(keys: Tensor, rollouts: Rollouts) -> Tensor:
