@@ -1,5 +1,6 @@
 """What agents learn from recorded data, each formula against loops over rows; and what all of them do alike."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -452,8 +453,9 @@ LEARNING = {
     "cal_ql": {"samples": 4, "alpha": 0.5, "actor_learning_rate": 5e-3, "temperature": 0.05},
     "edac": {"critics": 8, "temperature": 0.05},
     "rlpd": {"critics": 4, "temperature": 0.05},
+    "mdpo": {"critics": 8, "temperature": 0.05},
 }
-LONG = ("cql", "cal_ql", "edac", "rlpd")
+LONG = ("cql", "cal_ql", "edac", "rlpd", "mdpo")
 
 
 @pytest.mark.long
@@ -477,6 +479,41 @@ def test_agents_exceed_what_they_imitate(name):
         earned(state / 2 + 0.375),
     )  # a recorded action, and what they are on average
     assert copied < 0.3 and mean < 0.5 and earned(agent.act(state)) > 0.7
+
+
+@pytest.mark.long
+@pytest.mark.checks("MDPO")
+def test_a_mirror_step_multiplies_the_previous_policy_by_the_exponential_of_q():
+    """Q = c atanh(a) is linear before squashing, where the previous policy is N(m, s): best is N(m + t c s^2, s)."""
+
+    class Linear(torch.nn.Module):
+        def forward(self, state, action):
+            return 0.3 * torch.atanh(action.clamp(-1 + 1e-6, 1 - 1e-6)).sum(-1)[None]
+
+    agent = made("mdpo", 1, 1, width=8, depth=1, learning_rate=1e-2, temperature=0.5, mirror_steps=10**6)
+    agent.critics = Linear()
+    state, draws = torch.zeros(512, 1), generator(0)
+    mean, spread = (float(value[0, 0]) for value in agent.previous.parameters_of(state))
+    for _ in range(800):
+        agent.updates += 1
+        agent.climb(state, draws)
+    learned_mean, learned_spread = (float(value[0, 0].detach()) for value in agent.actor.parameters_of(state))
+    assert learned_mean == pytest.approx(mean + 0.3 / 0.5 * math.exp(2 * spread), abs=0.1)
+    assert learned_spread == pytest.approx(spread, abs=0.1)
+
+
+@pytest.mark.checks("MDPO")
+def test_the_previous_policy_is_a_copy_from_time_to_time():
+    agent, data = made("mdpo", 1, 1, width=8, depth=1, mirror_steps=3, policy_delay=2), lessons(64)
+    begun(agent, data)
+    copies = []
+    for _ in range(12):
+        before = copy.deepcopy(agent.previous.state_dict())
+        agent.update(data.draw(16, generator(0)), generator(0))
+        copies.append(any(not torch.equal(value, before[name]) for name, value in agent.previous.state_dict().items()))
+    assert [place + 1 for place, copied in enumerate(copies) if copied] == [6, 12]
+    with pytest.raises(ConfigError, match="learn_temperature"):
+        made("mdpo", 1, 1, learn_temperature=True)
 
 
 def test_what_cannot_be_is_refused():

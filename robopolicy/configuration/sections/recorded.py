@@ -109,7 +109,7 @@ class AgentSection(Tagged):
     beside: ClassVar = True
 
     kind: str = "iql"
-    """Offline RL agent: iql, td3_bc, rebrac, cql, cal_ql, edac, prdc, or a custom one."""
+    """Offline RL agent: iql, td3_bc, rebrac, cql, cal_ql, edac, prdc, mdpo, or a custom one."""
     config: Any = field(default_factory=IqlConfig)
 
 

@@ -22,6 +22,7 @@ AGENTS = Kinds(
         "cal_ql": "robopolicy.rl.offline.configuration:CalQlConfig",
         "edac": "robopolicy.rl.offline.configuration:SacConfig",
         "rlpd": "robopolicy.rl.offline.configuration:RlpdConfig",
+        "mdpo": "robopolicy.rl.offline.configuration:MdpoConfig",
     },
 )
 """Mapping from name to configuration, a dataclass whose `builds` names the `OfflineAgent`: Class(config, state, action,
@@ -245,6 +246,35 @@ class RlpdConfig(SacConfig):
     """Whether targets include the entropy term."""
     temperature: Positive = 0.1
     """Initial entropy temperature; the paper's 1 is too large for rewards given once per episode."""
+
+
+@dataclass(frozen=True)
+class MdpoConfig(SacConfig):
+    """Off-policy mirror descent policy optimisation, Tomar et al. 2020, arXiv:2005.09814.
+
+    Raises ConfigError with learn_temperature, whose target is an entropy.
+    """
+
+    builds: ClassVar[str] = "robopolicy.rl.offline.sac:Mdpo"
+    critics: Count = 2
+    """Number of critics; targets and actor use their minimum."""
+    diversity: NonNegative = 0.0
+    """Weight of EDAC's penalty on agreement between the critics' action gradients; 0 is none."""
+    depth: Count = 2
+    """Number of hidden layers."""
+    entropy_backup: bool = False
+    """Whether targets include the entropy term."""
+    learn_temperature: bool = False
+    """Whether the entropy temperature is trained towards the target entropy."""
+    temperature: Positive = 0.1
+    """1 / t_k: weight of the KL divergence from the previous policy; for returns of about 1."""
+    mirror_steps: Count = 100
+    """Number of actor updates between two copies of the actor as the previous policy."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.learn_temperature:
+            raise ConfigError("learn_temperature=true needs an entropy to reach, which mdpo has not: set it to false.")
 
 
 @dataclass(frozen=True)

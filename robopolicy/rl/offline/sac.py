@@ -16,7 +16,7 @@ from robopolicy.core.errors import DataError
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.blocks import follow
 from robopolicy.rl.offline.agent import Actor, Critics, OfflineAgent
-from robopolicy.rl.offline.configuration import CqlConfig, SacConfig
+from robopolicy.rl.offline.configuration import CqlConfig, MdpoConfig, SacConfig
 
 
 class Sac(OfflineAgent):
@@ -145,6 +145,38 @@ class Sac(OfflineAgent):
         """Restore the state from `tree`."""
         super().restore(tree)
         self.updates = int(tree.get("updates", 0))  # earlier versions did not count, and had no delay
+
+
+class Mdpo(Sac):
+    """SAC that stays near its previous policy instead of a uniform one; actions are in [-1, 1].
+
+    The actor minimises E[KL(pi || pi_k) / t_k - Q(s, a)] over recorded states and its own actions for `mirror_steps`
+    updates, then pi_k becomes a copy of it: mirror descent, whose exact step is pi_k exp(t_k Q). With a uniform pi_k it
+    is SAC. Source: the off-policy form of MDPO, Tomar et al. 2020, arXiv:2005.09814, with a constant t_k.
+    """
+
+    config: MdpoConfig
+
+    def __init__(self, config: MdpoConfig, state: int, action: int, seed: int):
+        super().__init__(config, state, action, seed)
+        self.previous = copy.deepcopy(self.actor).requires_grad_(False)
+
+    def fit_statistics(self, state: Tensor) -> None:
+        """Fit the state standardisation of all networks on states [N, S]."""
+        super().fit_statistics(state)
+        self.previous.state.fit(state)
+
+    def ascend(self, state: Tensor, action: Tensor, density: Tensor) -> Tensor:
+        """Take one step of the actor by its actions [B, A], with gradients, in states [B, S] and their log densities
+        [B]; returns the entropy, [].
+        """
+        if (self.updates // self.config.policy_delay) % self.config.mirror_steps == 0:
+            self.previous.load_state_dict(self.actor.state_dict())
+        values = self.critics(state, action)
+        value = values.min(0).values if self.config.critic_subset is None else values.mean(0)
+        divergence = density - self.previous.log_prob(state, action)
+        self.step("actor", (self.log_temperature.exp().detach() * divergence - value).mean())
+        return -density.detach().mean()
 
 
 def gradient_agreement(critics: Critics, state: Tensor, action: Tensor) -> Tensor:
