@@ -13,13 +13,13 @@ import pytest
 
 from robopolicy.building.origins import with_origin
 from robopolicy.cli import main
+from robopolicy.client.policy_client import PolicyClient
 from robopolicy.configuration import compose
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError, RobopolicyWarning, SpecError
 from robopolicy.core.origin import WorldOrigin, origin_of
 from robopolicy.core.spec import Field, PolicySpec, WorldSpec, require_fit
 from robopolicy.data.lerobot_format import read_dataset, recorded_origin, write_dataset
 from robopolicy.policies.loading import load_policy, saved_origin
-from robopolicy.serving.client import PolicyClient
 from robopolicy.verbs.verb import declaration
 from worldmodels.checkpoint import load_world_model, save_world_model
 

@@ -78,7 +78,7 @@ def _unless_unknown(config: Config, known: Mapping[Path, WorldOrigin]) -> Config
 
 def _as_served(config: Config) -> Config:
     """Return `config` with the world that the policy server reports for its policy; raises ServingError."""
-    from robopolicy.serving.client import connected  # imports websockets, which only this needs
+    from robopolicy.client.policy_client import connected  # imports websockets, which only this needs
 
     section = config.drive
     if section.robot:

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.client.element_kinds import POSITIONS, keeps_value
 from robopolicy.core.action_bounds import clip_if_bounded
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, in_one_line
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.history import initial_window, repeat_last_valid, select, shift_window
-from robopolicy.core.holding import POSITIONS, keeps_value
 from robopolicy.core.origin import WorldOrigin, origin_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.spec import HOLD, LATENCY, LONGEST_LATENCY, QUEUE, Field, Observation, validate_actions

@@ -1,21 +1,20 @@
 """Exceptions: each text names the problem, its location and the remedy."""
 
-import difflib
 import importlib
 import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 
-
-class RobopolicyError(Exception):
-    """Base class of every error that this project raises on purpose; the command line prints its text without a
-    traceback.
-    """
-
-
-class ConfigError(RobopolicyError):
-    """A configuration names something unknown or contradicts itself."""
+from robopolicy.client.errors import ConfigError as ConfigError
+from robopolicy.client.errors import NonFiniteError as NonFiniteError
+from robopolicy.client.errors import RobopolicyError as RobopolicyError
+from robopolicy.client.errors import RobopolicyWarning as RobopolicyWarning
+from robopolicy.client.errors import ServingError as ServingError
+from robopolicy.client.errors import SpecError as SpecError
+from robopolicy.client.errors import did_you_mean as did_you_mean
+from robopolicy.client.errors import in_one_line as in_one_line
+from robopolicy.client.errors import nearest as nearest
 
 
 class CameraError(ConfigError):
@@ -32,10 +31,6 @@ class ScoreError(RobopolicyError, RuntimeError):
     """
 
 
-class SpecError(RobopolicyError):
-    """An observation or action does not have the keys, shape or dtype that a spec promises."""
-
-
 class DataError(RobopolicyError):
     """A dataset is missing, incomplete or inconsistent."""
 
@@ -44,37 +39,12 @@ class CheckpointError(RobopolicyError):
     """A checkpoint is missing, corrupt or of a different kind than requested."""
 
 
-class NonFiniteError(RobopolicyError):
-    """A NaN or infinity appeared; the text names the quantity and the rows."""
-
-
 class StorageError(RobopolicyError):
     """A file could not be written (disk full, folder not writable)."""
 
 
-class ServingError(RobopolicyError):
-    """A server could not start or a client could not reach it."""
-
-
-class RobopolicyWarning(UserWarning):
-    """Warning that affects the interpretation of a result; the command line prints its text."""
-
-
 class RobopolicyNote(RobopolicyWarning):
     """Note about an event that may be intended, such as exploration beyond the action bounds."""
-
-
-def in_one_line(value: object, length: int = 300) -> str:
-    """Return `value` as one line of at most `length` characters; for an exception its text, prefixed with the type if
-    needed.
-    """
-    try:
-        text = " ".join(str(value).split())
-    except RecursionError:
-        text = f"a {type(value).__name__} that is nested without end"
-    if isinstance(value, Exception) and not isinstance(value, RobopolicyError | RuntimeError):
-        text = f"{type(value).__name__}: {text}"
-    return (text if len(text) <= length else f"{text[:length]} ...").removesuffix(".")
 
 
 def in_a_sentence(error: BaseException) -> str:
@@ -110,29 +80,6 @@ def is_interruption(error: BaseException | None) -> bool:
 
 INTERRUPT = "KeyboardInterrupt"
 """Name that ctypes gives to the interrupting error in its own error, which has no cause."""
-
-
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return the entry of `choices` most similar to `name`, "" if none is similar."""
-    return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)), "")
-
-
-MANY = 40
-"""Maximum number of names that are listed in full."""
-
-
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the most similar of `choices`, else a list of them (of a long list the most
-    similar).
-    """
-    names = sorted({str(choice) for choice in choices})
-    suggestion = nearest(name, names)
-    if suggestion:
-        return f" Did you mean '{suggestion}'?"
-    if len(names) > MANY:
-        closest = difflib.get_close_matches(name, names, n=5, cutoff=0.0)
-        return f" The most similar of {len(names)} names: {', '.join(closest)}."
-    return f" Known: {', '.join(names)}." if names else ""
 
 
 def as_setting(name: str, pairs: Mapping[str, str]) -> str:

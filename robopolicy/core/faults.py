@@ -11,9 +11,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from robopolicy.client.element_kinds import POSITIONS, keeps_value
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.holding import POSITIONS, keeps_value
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.registry import Registry
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE

@@ -16,10 +16,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar, cast
-
-P = ParamSpec("P")  # and no type parameters: the robot's side is for Python 3.10 too
-R = TypeVar("R")
+from typing import Any, cast
 
 
 def keep_former_names(module: str, names: Mapping[str, str]) -> None:
@@ -52,7 +49,7 @@ class FormerName:
         return getattr(owner if instance is None else instance, self.present)
 
 
-def accept_former_arguments(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def accept_former_arguments[**P, R](names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let the decorated function accept keyword arguments under their former `names`, former name -> present name.
 
     Each former name issues a DeprecationWarning. Raises TypeError if an argument is passed under both names.

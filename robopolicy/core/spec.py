@@ -15,6 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from robopolicy.client.element_kinds import unit_of
+from robopolicy.client.keys import ENVIRONMENT_STATE as ENVIRONMENT_STATE
+from robopolicy.client.keys import HOLD as HOLD
+from robopolicy.client.keys import IMAGE_PREFIX as IMAGE_PREFIX
+from robopolicy.client.keys import QUEUE as QUEUE
+from robopolicy.client.keys import STATE as STATE
+from robopolicy.client.keys import TASK as TASK
+from robopolicy.client.keys import cameras_of as cameras_of
 from robopolicy.core.arrays import Array, is_mapping, is_sequence
 from robopolicy.core.errors import (
     ConfigError,
@@ -26,25 +34,14 @@ from robopolicy.core.errors import (
     did_you_mean,
 )
 from robopolicy.core.former_names import keep_former_names
-from robopolicy.core.holding import unit_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-STATE = "observation.state"
-QUEUE = "observation.action_queue"
-"""Key of the queue of decided but not yet executed actions, [d * A] in world units, next action first; see
-`core.delayed`.
-"""
 LONGEST_LATENCY, LONGEST_HISTORY = 1000, 1000
 """Maximum latency in control steps and maximum history in frames; larger numbers are mistakes and exhaust memory."""
-LATENCY, HOLD = "latency_steps", "latency_hold"
-"""Options of every world: latency of a policy call in control steps; hold action before the first chunk ("zero" or
-"last", see `core.holding`).
-"""
-ENVIRONMENT_STATE = "observation.environment_state"
-IMAGE_PREFIX = "observation.images."
-TASK = "task"
+LATENCY = "latency_steps"
+"""Option of every world: latency of a policy call in control steps."""
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
 """Decimal number as written in settings."""
 
@@ -426,11 +423,6 @@ def least_return(success: str) -> float | None:
     """Return NUMBER of a success criterion "return >= NUMBER", None for any other."""
     match = re.fullmatch(rf"\s*return\s*>=\s*({NUMBER})\s*", success)
     return None if match is None else float(match[1])
-
-
-def cameras_of(keys: Iterable[str]) -> tuple[str, ...]:
-    """Return the camera names among observation keys."""
-    return tuple(key.removeprefix(IMAGE_PREFIX) for key in keys if key.startswith(IMAGE_PREFIX))
 
 
 def camera_key(key: str) -> str:

@@ -11,15 +11,13 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.errors import ConfigError, did_you_mean, in_one_line
 from robopolicy.core.former_names import with_present_arguments
 from robopolicy.core.ranges import LARGEST
 from robopolicy.core.registry import Kinds
-
-Structure = TypeVar("Structure")  # and no type parameters: the robot's side is for Python 3.10 too
 
 SINCE = "0.2.0"
 """Version of robopolicy in which the settings of `fixed` became constants."""
@@ -57,7 +55,7 @@ def to_plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def from_plain(kind: type[Structure], data: object, where: str = "") -> Structure:
+def from_plain[Structure](kind: type[Structure], data: object, where: str = "") -> Structure:
     """Build the dataclass `kind` from plain values; missing keys take the defaults, including defaults that the
     enclosing section overrides.
 
@@ -92,7 +90,7 @@ def from_plain(kind: type[Structure], data: object, where: str = "") -> Structur
         raise ConfigError(f"In section '{where or kind.__name__}': {error}") from error
 
 
-def narrowed(kind: type[Structure], value: Any) -> Structure:
+def narrowed[Structure](kind: type[Structure], value: Any) -> Structure:
     """Convert `value`, an instance of a subclass with more fields, to its base class `kind`."""
     return kind(**{item.name: getattr(value, item.name) for item in fields(cast(Any, kind)) if item.init})
 

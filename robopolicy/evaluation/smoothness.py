@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.client.periodicity import periodicity_of
 from robopolicy.core.arrays import Array
-from robopolicy.core.periodicity import periodicity_of
 from robopolicy.core.player import PlayedStep
 from robopolicy.core.spec import Field
 

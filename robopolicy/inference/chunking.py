@@ -18,13 +18,13 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from robopolicy.client.element_kinds import keeps_value
+from robopolicy.client.periodicity import periodicity_of
 from robopolicy.core.candidates import repeat_observation
 from robopolicy.core.delayed import steps_ahead
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.former_names import keep_former_names
-from robopolicy.core.holding import keeps_value
 from robopolicy.core.origin import origin_of, remember_origin
-from robopolicy.core.periodicity import periodicity_of
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.registry import named_arguments
 from robopolicy.core.spec import LATENCY, QUEUE, Field, PolicySpec

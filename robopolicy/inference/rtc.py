@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from robopolicy.client.periodicity import Periodicity, periodicity_of
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.former_names import keep_former_names
-from robopolicy.core.periodicity import Periodicity, periodicity_of
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhead, RunningPlan
 from robopolicy.nn.denoisers import given_steps

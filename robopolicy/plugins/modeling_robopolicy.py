@@ -18,6 +18,7 @@ from lerobot.policies.pretrained import ActionSelectKwargs, PreTrainedPolicy
 from torch import Tensor
 
 from robopolicy.building.policies import load_acting
+from robopolicy.client.protocol import Limits
 from robopolicy.configuration.sections.act import InferenceSection
 from robopolicy.core.errors import CheckpointError, SpecError
 from robopolicy.core.player import PolicyActor
@@ -28,7 +29,6 @@ from robopolicy.plugins.configuration_robopolicy import RobopolicyConfig, not_tr
 from robopolicy.plugins.features import ACTION, feature, require_names
 from robopolicy.policies.loading import EXPORTED
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.protocol import Limits
 
 LARGEST_IMAGE = 3 * 8192 * 8192
 """Maximum bytes of an image to be resized."""

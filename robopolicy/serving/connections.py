@@ -10,8 +10,8 @@ from websockets.asyncio.server import ServerConnection
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import State
 
+from robopolicy.client.protocol import Limits
 from robopolicy.core.former_names import keep_former_names
-from robopolicy.serving.protocol import Limits
 
 READ_BYTES = 32 * 1024
 """Bytes read from a socket at a time: data is processed in parts of this size, so a flood is noticed after the first

@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.client.driver import Clock, Driver, Requests, Server, described_policy, latency_figures
+from robopolicy.client.holding import holding, with_served_hold
+from robopolicy.client.notices import Notices
+from robopolicy.client.policy_description import limits_of
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ServingError, SpecError, did_you_mean
 from robopolicy.core.player import Player
@@ -15,10 +19,6 @@ from robopolicy.core.progress import progress
 from robopolicy.core.spec import QUEUE, TASK, Field, Observation, require_fields
 from robopolicy.core.world import Rows, World
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.driver import Clock, Driver, Requests, Server, described_policy, latency_figures
-from robopolicy.serving.holding import holding, with_served_hold
-from robopolicy.serving.notices import Notices
-from robopolicy.serving.policy_description import limits_of
 
 STANDARD = RobotSettings()
 

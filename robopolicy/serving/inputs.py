@@ -20,26 +20,25 @@ with picture[..., ::-1]. Without a task, a policy's only instruction is used; a 
 Needs only numpy and msgpack.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from robopolicy.client.images import pixels, resize_with_padding
+from robopolicy.client.keys import accepted_names
+from robopolicy.client.protocol import IMAGE_BYTES, OURS, Limits
 from robopolicy.core.errors import SpecError, did_you_mean
 from robopolicy.core.history import initial_window, shift_window
 from robopolicy.core.spec import (
-    ENVIRONMENT_STATE,
     IMAGE_PREFIX,
     STATE,
     TASK,
     Field,
     Observation,
     PolicySpec,
-    cameras_of,
     validate_observation,
 )
-from robopolicy.serving.images import pixels, resize_with_padding
-from robopolicy.serving.protocol import IMAGE_BYTES, OURS, Limits
 
 _PROPRIOCEPTION = ("observation/joint_position", "observation/gripper_position")
 
@@ -203,51 +202,6 @@ def flat(message: Mapping[Any, Any], limits: Limits) -> dict[str, Any]:
                 raise SpecError(f"The message contains '{name}' twice: '/' is equivalent to '.' and to nesting.")
             else:
                 names[name] = value
-    return names
-
-
-def accepted_names(fields: Iterable[str], rename: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return every name under which a client may send the fields of a policy, field -> names.
-
-    rename: name in the client's messages -> field. Raises SpecError on an unknown field.
-    """
-    fields = list(fields)
-    names_of_field = {key: _names(key, cameras_of(fields)) for key in fields}
-    for name, key in rename.items():
-        if key not in names_of_field:
-            raise SpecError(
-                f"'{name}' is renamed to '{key}', which is not a field of the policy.{did_you_mean(key, fields)}"
-            )
-        names_of_field[key].insert(0, name.replace(".", "/"))
-    return names_of_field
-
-
-def _names(key: str, cameras: Sequence[str]) -> list[str]:
-    if key == STATE:
-        return ["observation/state", "state"]
-    if key == ENVIRONMENT_STATE:
-        return ["observation/environment_state", "environment_state"]
-    if not key.startswith(IMAGE_PREFIX):
-        return [key.replace(".", "/")]
-    camera = key.removeprefix(IMAGE_PREFIX)
-    other_names = [
-        name for other in cameras if other != camera for name in (*_own_names(other), *_alike(other, cameras))
-    ]
-    return [*_own_names(camera), *(name for name in _alike(camera, cameras) if name not in other_names)]
-
-
-def _own_names(camera: str) -> list[str]:
-    name = camera.replace(".", "/")
-    return [f"observation/images/{name}", f"images/{name}", f"observation/{name}", name]
-
-
-def _alike(camera: str, cameras: Sequence[str]) -> list[str]:
-    """Return alternative names of this camera that could not mean another camera."""
-    names = [f"observation/{camera.replace('.', '/')}_image"]
-    if "wrist" in camera:
-        names += ["observation/wrist_image", "observation/wrist_image_left"]
-    if camera == cameras[0]:
-        names += ["observation/image", "observation/exterior_image_1_left"]
     return names
 
 

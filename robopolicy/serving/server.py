@@ -32,6 +32,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
+from robopolicy.client.protocol import REQUEST, RESET, SEED, Limits, checksum, pack, pack_with_checksum, unpack
 from robopolicy.core.errors import NonFiniteError, RobopolicyError, ServingError, SpecError
 from robopolicy.core.origin import origin_of
 from robopolicy.core.policy import Policy, innermost
@@ -43,7 +44,6 @@ from robopolicy.policies.training_ranges import known_ranges
 from robopolicy.serving.batching import Answer, Asker, BusyError, InferenceQueue
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.connections import ConnectionLimiter, LimitedConnection, address_of
-from robopolicy.serving.protocol import REQUEST, RESET, SEED, Limits, checksum, pack, pack_with_checksum, unpack
 from robopolicy.serving.sessions import RemainingActions, Sessions
 from robopolicy.serving.telemetry import Log, Metrics, log_to_stderr
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from robopolicy.client.protocol import DELAY, PLAN, SEED, SESSION, Limits
 from robopolicy.core.errors import NonFiniteError, SpecError
 from robopolicy.core.former_names import FormerName, keep_former_names
 from robopolicy.core.spec import PolicySpec
 from robopolicy.inference.chunking import RunningPlan
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.protocol import DELAY, PLAN, SEED, SESSION, Limits
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,25 +17,26 @@ from typing import Any
 from rich.markup import escape
 
 from robopolicy.building.worlds import build_world
+from robopolicy.client.driver import described_policy
+from robopolicy.client.element_kinds import Kind
+from robopolicy.client.element_mapping import ElementMapping, map_elements
+from robopolicy.client.holding import with_served_hold
+from robopolicy.client.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, drive_robot, make_lerobot_robot
+from robopolicy.client.notices import Notices
+from robopolicy.client.policy_client import PolicyClient, connected
+from robopolicy.client.policy_description import DescribedPolicy
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.delayed import without_latency
 from robopolicy.core.errors import RobopolicyWarning
-from robopolicy.core.holding import Kind
-from robopolicy.core.progress import console
+from robopolicy.core.progress import console, progress
+from robopolicy.core.registry import is_dotted, load_dotted
 from robopolicy.core.spec import Field, images_of
 from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import output, publish
-from robopolicy.serving.client import PolicyClient, connected
 from robopolicy.serving.configuration import AttachedRobot, RobotSettings
 from robopolicy.serving.drive import drive
-from robopolicy.serving.driver import described_policy
-from robopolicy.serving.element_mapping import ElementMapping, map_elements
-from robopolicy.serving.holding import with_served_hold
-from robopolicy.serving.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, drive_robot, make_lerobot_robot
-from robopolicy.serving.notices import Notices
-from robopolicy.serving.policy_description import DescribedPolicy
 from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 
@@ -74,7 +75,9 @@ def _run_robot(config: Config) -> int:
     section = config.drive
     attached = narrowed(AttachedRobot, section)
     with connected(section, section.server_timeout) as client:
-        lerobot_robot = make_lerobot_robot(section.robot, section.robot_options)
+        lerobot_robot = make_lerobot_robot(
+            load_dotted(section.robot, "Robot") if is_dotted(section.robot) else section.robot, section.robot_options
+        )
 
         def wire(shows: Mapping[str, Any], takes: Mapping[str, Any]) -> ElementMapping:
             return map_elements(client.metadata, shows, takes, section.rename, section.scale)
@@ -88,15 +91,18 @@ def _run_robot(config: Config) -> int:
             settings=settings,
         )
         output.print(robot.wiring.text(), markup=False)
-        with _ended_by_signals(), robot:
+        rate = section.rate or described_policy(client.metadata).fps
+        steps = section.episodes * round(section.seconds * rate)
+        with _ended_by_signals(), robot, progress("driving", steps) as advance:
             result = drive_robot(
                 robot,
                 client,
                 episodes=section.episodes,
-                rate=section.rate,
+                rate=rate,
                 attached=attached,
                 settings=settings,
                 notices=Notices(_note),
+                advance=advance,
             )
     output.print(f"{result['wall_seconds']:.1f} s at {result['rate']:g} control steps per second; {_figures(result)}")
     publish(config, {**result, "robot": section.robot})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from robopolicy.core.former_modules import FORMER_MODULES, FormerModules, keep_former_modules
+from robopolicy.core.former_modules import FORMER_MODULES, FORMER_NAMES, FormerModules, keep_former_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,6 +42,16 @@ def test_both_names_give_the_same_class_and_the_note_points_at_the_import():
         from robopolicy.nn.pieces import micro_batches as former  # pyright: ignore
     assert former is micro_batches
     assert notes[0].filename == __file__
+
+
+@pytest.mark.parametrize("name", FORMER_NAMES)
+def test_names_of_a_former_module_work_in_it(name: str):
+    former = next(old for old, present in FORMER_MODULES.items() if present == name)
+    with pytest.warns(DeprecationWarning, match="is now called"):
+        module = importlib.import_module(former)
+    for old, present in FORMER_NAMES[name].items():
+        with pytest.warns(DeprecationWarning, match=f"{old} is now called {present}"):
+            assert getattr(module, old) is getattr(module, present)
 
 
 def test_other_modules_are_missing_as_before():

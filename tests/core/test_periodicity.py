@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from robopolicy.core.periodicity import periodicity_of
+from robopolicy.client.periodicity import periodicity_of
 from robopolicy.core.spec import Field
 
 TURN = 2 * math.pi

@@ -3,12 +3,12 @@
 import numpy as np
 import torch
 
+from robopolicy.client.policy_description import described_policy
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, Field
 from robopolicy.nn.normalizer import NormalizationMode
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import PolicyKind
 from robopolicy.policies.training_ranges import DEVIATIONS, known_ranges
-from robopolicy.serving.policy_description import described_policy
 from robopolicy.serving.server import PolicyServer, ServerSettings
 
 FIELDS = {STATE: Field((2,), names=("lift", "pan")), "observation.extra": Field((1,))}

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from served_policies import FRONT, run_one
 
+from robopolicy.client.policy_client import PolicyClient
 from robopolicy.core.spec import STATE
-from robopolicy.serving.client import PolicyClient
 
 SPAWN = multiprocessing.get_context("spawn")
 

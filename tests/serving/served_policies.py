@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
+from robopolicy.client.protocol import Limits
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import PolicyKind
-from robopolicy.serving.protocol import Limits
 from robopolicy.serving.server import PolicyServer, ServerSettings, serve
 
 FRONT = "observation.images.front"

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from robopolicy.client import images
+from robopolicy.client.images import downscale, pixels, resize_with_padding
+from robopolicy.client.policy_client import _fitted
+from robopolicy.client.policy_description import camera_shapes
+from robopolicy.client.protocol import IMAGE_BYTES, Limits, pack, unpack
 from robopolicy.core.errors import SpecError
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, Field, PolicySpec
-from robopolicy.serving import images
-from robopolicy.serving.client import _fitted
-from robopolicy.serving.images import downscale, pixels, resize_with_padding
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.policy_description import camera_shapes
-from robopolicy.serving.protocol import IMAGE_BYTES, Limits, pack, unpack
 
 TOP, WRIST = IMAGE_PREFIX + "top", IMAGE_PREFIX + "wrist"
 SPEC = PolicySpec(

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from websockets.sync.server import serve
 
+from robopolicy.client.policy_client import PolicyClient, RefusedError, connected, connection_hint, server_url
+from robopolicy.client.protocol import REQUEST, checksum, pack, pack_with_checksum, unpack
 from robopolicy.core.errors import ConfigError, ServingError
-from robopolicy.serving.client import PolicyClient, RefusedError, connected, connection_hint, server_url
 from robopolicy.serving.configuration import ServerAddress
-from robopolicy.serving.protocol import REQUEST, checksum, pack, pack_with_checksum, unpack
 
 KINDS = {
     "right": lambda request, earlier: pack_with_checksum({"actions": np.ones((1, 1)), REQUEST: checksum(request)}),

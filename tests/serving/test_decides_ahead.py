@@ -5,13 +5,13 @@ import threading
 import numpy as np
 import pytest
 
+from robopolicy.client.driver import Driver
+from robopolicy.client.element_mapping import map_elements
 from robopolicy.core.delayed import QUEUE, queue_field
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import STATE
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
-from robopolicy.serving.driver import Driver
-from robopolicy.serving.element_mapping import map_elements
 from sims.registry import make_world
 
 STEPS, CHUNK, NAME = 3, 4, "pick_place"

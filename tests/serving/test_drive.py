@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from robopolicy.cli import main
+from robopolicy.client.holding import holding, with_served_hold
+from robopolicy.client.protocol import SESSION
 from robopolicy.configuration.sections.serve import DriveSection
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, ServingError, SpecError
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, STATE, TASK, Field, WorldSpec
 from robopolicy.core.world import Step
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
-from robopolicy.serving.holding import holding, with_served_hold
-from robopolicy.serving.protocol import SESSION
 from robopolicy.verbs.drive import _figures, _settings
 
 FRONT = IMAGE_PREFIX + "top"
@@ -293,5 +293,5 @@ class Seeing:
 
 
 def test_a_policy_that_sees_brings_its_cameras_to_the_world(monkeypatch, capsys):
-    monkeypatch.setattr("robopolicy.serving.client.PolicyClient", Seeing)
+    monkeypatch.setattr("robopolicy.client.policy_client.PolicyClient", Seeing)
     assert main(["drive", "world=reach_planar", "drive.episodes=1", "drive.rate=-1"]) == 0, capsys.readouterr().err

@@ -6,13 +6,13 @@ import time
 import numpy as np
 import pytest
 
+from robopolicy.client.driver import ActionLimits, Driver, described_policy
+from robopolicy.client.notices import Notices
+from robopolicy.client.policy_client import RefusedError
+from robopolicy.client.policy_description import limits_of
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, ServingError, SpecError
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, Field
-from robopolicy.serving.client import RefusedError
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.driver import ActionLimits, Driver, described_policy
-from robopolicy.serving.notices import Notices
-from robopolicy.serving.policy_description import limits_of
 
 STILL = np.array([0.25])
 

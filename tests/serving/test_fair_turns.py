@@ -9,11 +9,11 @@ import pytest
 import torch
 from served_policies import Steady
 
+from robopolicy.client.protocol import Limits
 from robopolicy.core.errors import SpecError
 from robopolicy.core.spec import STATE, TASK, Field, PolicySpec
 from robopolicy.serving.batching import BusyError, InferenceQueue, PendingRequest, RoundRobin, request_to_drop
 from robopolicy.serving.connections import ConnectionLimiter
-from robopolicy.serving.protocol import Limits
 from robopolicy.serving.sessions import Sessions
 
 HOG, ROBOT = "10.0.0.1", "10.0.0.2"

@@ -7,10 +7,10 @@ from innocent import Innocent, memory, served
 from served_policies import FRONT, Echo
 from websockets.exceptions import ConnectionClosed
 
+from robopolicy.client.protocol import RESET, SEED, SESSION, Limits, pack, unpack
 from robopolicy.core.errors import RobopolicyError
 from robopolicy.core.spec import STATE
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.protocol import RESET, SEED, SESSION, Limits, pack, unpack
 
 
 def observation():

@@ -20,14 +20,14 @@ import websockets.sync.client
 from served_policies import FRONT, KEY, Echo, run_one, run_servers
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from robopolicy.client.driver import ActionLimits, Driver
+from robopolicy.client.images import resize_with_padding
+from robopolicy.client.policy_client import PolicyClient, connected
+from robopolicy.client.protocol import RESET, SEED, SESSION, Limits, pack, unpack
 from robopolicy.core.errors import ServingError, SpecError
 from robopolicy.core.spec import STATE
-from robopolicy.serving.client import PolicyClient, connected
 from robopolicy.serving.configuration import ServerAddress
-from robopolicy.serving.driver import ActionLimits, Driver
-from robopolicy.serving.images import resize_with_padding
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.protocol import RESET, SEED, SESSION, Limits, pack, unpack
 from robopolicy.serving.telemetry import JsonLines, Log
 
 pytestmark = pytest.mark.long

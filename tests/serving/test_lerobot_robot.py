@@ -14,12 +14,13 @@ import pytest
 from served_expert import FRONT, SeeingExpert, run_expert
 
 from robopolicy.cli import main
+from robopolicy.client.element_mapping import map_elements
+from robopolicy.client.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, drive_robot, make_lerobot_robot
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, ServingError, SpecError
 from robopolicy.core.policy import to_tensors
+from robopolicy.core.registry import load_dotted
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.serving.configuration import AttachedRobot, RobotSettings
-from robopolicy.serving.element_mapping import map_elements
-from robopolicy.serving.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, drive_robot, make_lerobot_robot
 from robopolicy.verbs.drive import _ended_by_signals
 
 pytestmark = pytest.mark.long
@@ -178,8 +179,9 @@ def test_robots_that_do_not_exist_or_cannot_be_made(arm):
     with pytest.raises(ConfigError, match=r"simulated_arm.*cannot be created.*tsk"):
         arm(tsk="pick_place")
     with pytest.raises(ConfigError, match="not a LeRobot RobotConfig"):
-        make_lerobot_robot("lerobot_robot_simulated_arm:SimulatedArm", {})
-    assert arm().name == make_lerobot_robot("lerobot_robot_simulated_arm:SimulatedArmConfig", {}).name
+        make_lerobot_robot(load_dotted("lerobot_robot_simulated_arm:SimulatedArm", "Robot"), {})
+    config = load_dotted("lerobot_robot_simulated_arm:SimulatedArmConfig", "Robot")
+    assert arm().name == make_lerobot_robot(config, {}).name
 
 
 def failing(robot, after: int, how):

@@ -6,10 +6,10 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from robopolicy.client.driver import ActionLimits, Driver
+from robopolicy.client.policy_description import described_policy
 from robopolicy.core.errors import ServingError
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, STATE, Field
-from robopolicy.serving.driver import ActionLimits, Driver
-from robopolicy.serving.policy_description import described_policy
 
 TOP = IMAGE_PREFIX + "top"
 TRUE = {

@@ -4,10 +4,10 @@ import msgpack
 import numpy as np
 import pytest
 
+from robopolicy.client.protocol import CHECK, Limits, pack, pack_with_checksum, unpack, unpack_with_checksum
 from robopolicy.core.errors import SpecError
 from robopolicy.core.spec import STATE, Field, PolicySpec
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.protocol import CHECK, Limits, pack, pack_with_checksum, unpack, unpack_with_checksum
 
 
 def test_bytes_are_openpis():

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from websockets.sync.server import serve
 
+from robopolicy.client.policy_client import PolicyClient, is_this_machine, proxy_for
+from robopolicy.client.protocol import REQUEST, checksum, pack_with_checksum
 from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, ServingError
-from robopolicy.serving.client import PolicyClient, is_this_machine, proxy_for
 from robopolicy.serving.configuration import ServerConfig
-from robopolicy.serving.protocol import REQUEST, checksum, pack_with_checksum
 
 FAR = "192.0.2.1"
 """An address that belongs to nobody (RFC 5737)."""

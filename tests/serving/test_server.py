@@ -19,10 +19,10 @@ import websockets.sync.client
 from served_policies import FRONT, KEEPALIVE, KEY, PLAIN, Echo, run_serve, run_servers
 from websockets.exceptions import ConnectionClosedError
 
+from robopolicy.client.policy_client import PolicyClient
+from robopolicy.client.protocol import DELAY, PLAN, SEED, SESSION, pack, unpack
 from robopolicy.core.errors import ConfigError, ServingError
 from robopolicy.core.spec import STATE
-from robopolicy.serving.client import PolicyClient
-from robopolicy.serving.protocol import DELAY, PLAN, SEED, SESSION, pack, unpack
 from robopolicy.serving.server import ServerSettings, serve
 
 pytestmark = pytest.mark.long
@@ -196,7 +196,7 @@ def test_a_killed_client_and_a_silent_one_are_cleaned_up(ports):
     port = ports["slow"]
     wait_for(lambda: metric(port, "connections") == 0)
     program = (
-        "import numpy as np; from robopolicy.serving.client import PolicyClient; "
+        "import numpy as np; from robopolicy.client.policy_client import PolicyClient; "
         f"client = PolicyClient(port={port}); print('ready', flush=True); "
         f"client.infer({{'observation.state': np.array([5.0, 0]), '{FRONT}': np.zeros((4, 6, 3), np.uint8)}})"
     )
@@ -319,7 +319,7 @@ def test_the_driver_of_the_tutorial_drives(ports, capsys):
 
 def test_the_client_needs_no_torch():
     program = (
-        "import sys, robopolicy.serving.client, robopolicy.serving.driver; "
+        "import sys, robopolicy.client.policy_client, robopolicy.client.driver; "
         "assert 'torch' not in sys.modules; assert 'rich' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

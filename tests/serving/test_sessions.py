@@ -2,8 +2,8 @@
 
 import time
 
+from robopolicy.client.protocol import Limits
 from robopolicy.core.spec import STATE, Field, PolicySpec
-from robopolicy.serving.protocol import Limits
 from robopolicy.serving.sessions import Sessions
 
 

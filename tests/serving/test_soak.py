@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 from misbehaving import CHANGE, FPS, HIGH, LOW, NETWORK_FAULTS, OUTSIDE, POLICY_FAULTS, run_moody, run_network, wanted
 
+from robopolicy.client.driver import ActionLimits, Driver
+from robopolicy.client.policy_client import PolicyClient
 from robopolicy.core.spec import STATE
-from robopolicy.serving.client import PolicyClient
-from robopolicy.serving.driver import ActionLimits, Driver
 
 SECONDS = float(os.environ.get("ROBOPOLICY_SOAK_SECONDS", "60"))
 ROBOTS = 16

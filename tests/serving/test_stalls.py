@@ -14,8 +14,8 @@ from innocent import Innocent, memory, served
 from served_policies import FRONT, Echo
 from websockets.exceptions import ConnectionClosed
 
+from robopolicy.client.protocol import SESSION, Limits, pack, unpack
 from robopolicy.core.spec import STATE
-from robopolicy.serving.protocol import SESSION, Limits, pack, unpack
 
 LARGEST = Limits.of(Echo().spec).message - 200
 SECONDS = 4.0

@@ -10,16 +10,16 @@ import pytest
 import torch
 from misbehaving import POLICY_FAULTS, Base, run_moody
 
+from robopolicy.client.element_kinds import Kind, keeps_value, kind_of, unit_of
+from robopolicy.client.element_mapping import ElementMapping, map_elements
+from robopolicy.client.holding import holding
+from robopolicy.client.lerobot_robot import AttachedLeRobot, drive_robot
+from robopolicy.client.policy_client import PolicyClient
 from robopolicy.configuration.sections.serve import DriveSection
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyError, ServingError
-from robopolicy.core.holding import Kind, keeps_value, kind_of, unit_of
 from robopolicy.core.spec import STATE
 from robopolicy.core.structured import from_plain
-from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.configuration import AttachedRobot, RobotSettings
-from robopolicy.serving.element_mapping import ElementMapping, map_elements
-from robopolicy.serving.holding import holding
-from robopolicy.serving.lerobot_robot import AttachedLeRobot, drive_robot
 
 RATES = [
     "x.vel",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from served_policies import Echo, ahead
 
+from robopolicy.client.protocol import DELAY, PLAN
 from robopolicy.core.delayed import QUEUE, queue_field
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
 from robopolicy.core.spec import STATE, TASK, Field, PolicySpec, WorldSpec
@@ -16,7 +17,6 @@ from robopolicy.inference.chunking import Delay, with_chunking
 from robopolicy.serving.batching import InferenceQueue
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
-from robopolicy.serving.protocol import DELAY, PLAN
 from robopolicy.serving.server import PolicyServer, ServerSettings
 from robopolicy.serving.sessions import RemainingActions, pop_remaining_actions
 

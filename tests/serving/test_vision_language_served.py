@@ -11,11 +11,11 @@ import pytest
 import torch
 from vision_language_models import tiny_smolvlm
 
+from robopolicy.client.policy_client import PolicyClient
 from robopolicy.core.errors import ServingError
 from robopolicy.core.spec import STATE, TASK, Field
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig
 from robopolicy.policies.token.configuration import TokenDecoding
-from robopolicy.serving.client import PolicyClient
 
 pytestmark = pytest.mark.long
 

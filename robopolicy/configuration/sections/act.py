@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from robopolicy.client.element_kinds import POSITIONS
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.holding import POSITIONS
 from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative
 from robopolicy.core.structured import REGISTRY
 from robopolicy.inference.configuration import InferenceConfig

@@ -4,14 +4,15 @@ A robot far outside of its policy's training data, and one whose answers all com
 is reported in one line, repeated at most every `EVERY` seconds while it lasts. Axes: N element.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from robopolicy.core.former_names import keep_former_names
-from robopolicy.serving.policy_description import DescribedPolicy
+from .policy_description import DescribedPolicy
 
 EVERY = 10.0
 """Minimum seconds between two messages of one kind."""
@@ -66,6 +67,3 @@ def far_from_training_data(policy: DescribedPolicy, frames: Mapping[str, np.ndar
     elements.sort(reverse=True)
     rest_text = f" and {len(elements) - 3} more" if len(elements) > 3 else ""
     return ", ".join(text for _, text in elements[:3]) + rest_text
-
-
-keep_former_names(__name__, {"far_from_known": "far_from_training_data"})

@@ -16,6 +16,8 @@ and `away` report the problem and its duration, and `require_server` raises it o
 step, P predicted step, A action dimension (any shape).
 """
 
+from __future__ import annotations
+
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +28,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError, SpecError
-from robopolicy.core.history import initial_window, shift_window
-from robopolicy.core.spec import QUEUE, TASK
-from robopolicy.serving.client import RefusedError
-from robopolicy.serving.holding import Hold, HoldAction
-from robopolicy.serving.notices import Notices, far_from_training_data
-from robopolicy.serving.policy_description import ActionLimits, described_policy
-from robopolicy.serving.protocol import DELAY, PLAN, SESSION
+from .errors import ConfigError, NonFiniteError, ServingError, SpecError
+from .holding import Hold, HoldAction
+from .keys import QUEUE, TASK
+from .notices import Notices, far_from_training_data
+from .policy_client import RefusedError
+from .policy_description import ActionLimits, described_policy
+from .protocol import DELAY, PLAN, SESSION
 
 BACK_OFF = 0.1, 5.0
 """Seconds before a failing server is retried: initial and maximum, doubling in between."""
@@ -68,10 +69,15 @@ class Requests:
         self.client = client
         self.latencies: list[float] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="requests")
+        self._sent: deque[Future[np.ndarray]] = deque()
 
     def ask(self, message: Mapping[str, Any]) -> Future[np.ndarray]:
         """Send an observation; the future returns the actions [C, A] or raises the error."""
-        return self._thread.submit(self._ask, message)
+        while self._sent and self._sent[0].done():
+            self._sent.popleft()
+        future = self._thread.submit(self._ask, message)
+        self._sent.append(future)
+        return future
 
     def _ask(self, message: Mapping[str, Any]) -> np.ndarray:
         start = time.perf_counter()
@@ -91,7 +97,9 @@ class Requests:
 
     def close(self) -> None:
         """Cancel requests that have not been sent yet."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for future in self._sent:
+            future.cancel()
+        self._thread.shutdown(wait=False)
 
 
 class Driver:
@@ -173,11 +181,11 @@ class Driver:
         policy, steps = self.policy, self.latency_steps
         for name in ("prefetch", "latency_steps", "blend"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
                 raise ConfigError(f"{name}={value!r} must be an integer number of control steps.")
         for name in ("grace", "max_age", "patience"):
             value = getattr(self, name)
-            number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+            number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
             if not number or not value >= 0 or (name == "max_age" and not value > 0):
                 raise ConfigError(
                     f"{name}={value!r} must be a number of seconds, "
@@ -227,7 +235,7 @@ class Driver:
         if self._owned:
             self._requests.close()
 
-    def __enter__(self) -> "Driver":
+    def __enter__(self) -> Driver:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -263,9 +271,8 @@ class Driver:
             observation[QUEUE] = self._queue()
         for key, frame in observation.items():
             newest, history = frame[None, None], self._frames.get(key)
-            self._frames[key] = (
-                initial_window(newest, self.policy.history) if history is None else shift_window(history, newest)
-            )
+            frames_before = np.repeat(newest, self.policy.history, axis=1) if history is None else history
+            self._frames[key] = np.concatenate([frames_before[:, 1:], newest], axis=1)
         self._task = None if frames.get(TASK) is None else _instruction(frames[TASK])
         if far := far_from_training_data(self.policy, observation):
             self.counts["outside"] += 1
@@ -350,7 +357,8 @@ class Driver:
             if self.policy.overlap:
                 remaining = self._chunk[max(self._step - self._begins, 0) :]
                 remaining = remaining[:0] if self._too_old(self._seen) else remaining
-                message |= {PLAN: remaining.astype(np.float32), DELAY: min(max(self._delays), len(remaining))}
+                message[PLAN] = remaining.astype(np.float32)
+                message[DELAY] = min(max(self._delays), len(remaining))
             self._request = self._requests.ask(message)
             self._unanswered = self._clock() if self._unanswered is None else self._unanswered
             self._asked = _Asked(self._step, self._clock(), self._held, self._shown)
@@ -468,7 +476,7 @@ class Driver:
         """Whether the error is fatal: the server rejects this robot's requests, or returns actions that must not be
         executed.
         """
-        return isinstance(self.error, RefusedError | NonFiniteError)
+        return isinstance(self.error, (RefusedError, NonFiniteError))
 
     def require_server(self) -> None:
         """Raise the server's error once it is fatal, or has lasted longer than patience: the caller should stop."""

@@ -5,6 +5,9 @@ environment in the order of the websockets library: ws_proxy or wss_proxy, socks
 http_proxy, except for hosts in no_proxy. Connections to this machine never use one.
 """
 
+from __future__ import annotations
+
+import inspect
 import ipaddress
 import itertools
 import os
@@ -22,23 +25,21 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import numpy as np
-from websockets.exceptions import (
-    ConnectionClosed,
-    InvalidMessage,
-    InvalidProxy,
-    InvalidProxyStatus,
-    InvalidStatus,
-    WebSocketException,
-)
+from websockets import exceptions
+from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus, WebSocketException
 from websockets.frames import CloseCode
 from websockets.sync.client import ClientConnection, connect
 
-from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, SpecError
-from robopolicy.core.former_names import keep_former_names
-from robopolicy.serving.configuration import ServerAddress, require_key
-from robopolicy.serving.images import downscale
-from robopolicy.serving.policy_description import camera_shapes
-from robopolicy.serving.protocol import CHECK, REQUEST, RESET, SESSION, checksum, pack, unpack, unpack_with_checksum
+from .errors import ConfigError, RobopolicyWarning, ServingError, SpecError
+from .images import downscale
+from .policy_description import camera_shapes
+from .protocol import CHECK, REQUEST, RESET, SESSION, checksum, pack, unpack, unpack_with_checksum
+from .settings import ServerAddress, require_key
+
+InvalidProxy: Any = getattr(exceptions, "InvalidProxy", ())
+InvalidProxyStatus: Any = getattr(exceptions, "InvalidProxyStatus", ())
+USES_PROXIES = "proxy" in inspect.signature(connect).parameters
+"""Whether this version of websockets does: since 15, for Python 3.9 and newer."""
 
 MAXIMUM_ANSWER = 64 * 2**20
 """Maximum bytes of an answer."""
@@ -169,7 +170,7 @@ def unreachable(address: str, proxy: Proxy | None, error: Exception) -> ServingE
     if isinstance(error, ConnectionClosed):  # within the handshake, when the end comes before the answer is looked at
         reason = "did not receive a valid HTTP response"
     if proxy is None:
-        if isinstance(error, ConnectionRefusedError | ConnectionResetError):
+        if isinstance(error, (ConnectionRefusedError, ConnectionResetError)):
             return ServingError(f"No server listens at {address}. Start it first: robopolicy serve CHECKPOINT")
         return ServingError(f"Cannot connect to {address}: {reason}.{connection_hint(address, error)}")
     if isinstance(error, ImportError):
@@ -178,8 +179,7 @@ def unreachable(address: str, proxy: Proxy | None, error: Exception) -> ServingE
     if isinstance(error, InvalidProxy):
         text = f"{proxy.setting} is not a proxy address ({reason}): write {proxy.setting}=http://HOST:PORT."
         return ServingError(f"Cannot connect to {address}: {text}{proxy.around}")
-    if isinstance(error, InvalidProxyStatus):
-        status = error.response.status_code
+    if status := _proxy_status(error):
         login = " It requires a login: http://USER:PASSWORD@HOST:PORT." if status == 407 else ""
         prefix = f"{address} cannot be reached: {proxy} refuses the connection (HTTP {status})."
         return ServingError(prefix + login + proxy.around)
@@ -204,7 +204,7 @@ def connection_hint(address: str, error: Exception) -> str:
             " If the server uses a certificate, its address starts with wss://; to trust a self-signed certificate, "
             "set: certificate (drive.certificate)."
         )
-    if isinstance(error, TimeoutError):
+    if isinstance(error, (TimeoutError, socket.timeout)):
         return " A process listens there but does not answer: does it hang?"
     return ""
 
@@ -281,7 +281,7 @@ class PolicyClient:
         self._connection = None
         self._stack.close()
 
-    def __enter__(self) -> "PolicyClient":
+    def __enter__(self) -> PolicyClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -310,7 +310,7 @@ class PolicyClient:
         for _ in range(2):
             connection = self._connection if self._connection is not None else self._open()
             smaller_message = _fitted(message, self._cameras)
-            data = pack(smaller_message | {REQUEST: next(self._numbers)} if self._sealed else smaller_message)
+            data = pack({**smaller_message, REQUEST: next(self._numbers)} if self._sealed else smaller_message)
             byte_limit = self.metadata.get("message_bytes")
             if self._sealed and isinstance(byte_limit, int) and len(data) > byte_limit:
                 raise RefusedError(
@@ -409,7 +409,7 @@ class PolicyClient:
         try:
             connection.recv(timeout=1.0)
         except (ConnectionClosed, TimeoutError):
-            return connection.close_code
+            return connection.protocol.close_code
         return None
 
     def _open(self) -> ClientConnection:
@@ -436,6 +436,12 @@ class PolicyClient:
         deadline = time.monotonic() + self.patience
         while True:
             proxy = proxy_for(self.address)
+            if proxy is not None and not USES_PROXIES:
+                raise ServingError(
+                    f"{self.address} is reached through {proxy}, which needs websockets 15 and Python 3.9 or "
+                    f"newer.{proxy.around}"
+                )
+            route: dict[str, Any] = {"proxy": None if proxy is None else proxy.url} if USES_PROXIES else {}
             try:
                 opening = connect(
                     self.address,
@@ -443,9 +449,9 @@ class PolicyClient:
                     ssl=self._tls,
                     max_size=MAXIMUM_ANSWER,
                     additional_headers=self._headers,
-                    proxy=None if proxy is None else proxy.url,
                     open_timeout=self.timeout,
                     close_timeout=min(1.0, self.timeout),
+                    **route,
                 )
                 connection, self.trouble = self._stack.enter_context(opening), None
                 return connection
@@ -477,11 +483,16 @@ class PolicyClient:
         return ServingError(f"{self.address} is not a policy server ({error}).")
 
 
+def _proxy_status(error: Any) -> int:
+    """Return the HTTP status with which a proxy refused the connection, 0 for other errors."""
+    return error.response.status_code if isinstance(error, InvalidProxyStatus) else 0
+
+
 def _may_be_starting(error: Exception) -> bool:
     """Whether this error would disappear once the server has started."""
-    if isinstance(error, InvalidProxyStatus):
-        return error.response.status_code in (502, 503, 504)  # what proxies say of servers that do not listen
-    return isinstance(error, ConnectionRefusedError | ConnectionResetError)
+    if status := _proxy_status(error):
+        return status in (502, 503, 504)  # what proxies say of servers that do not listen
+    return isinstance(error, (ConnectionRefusedError, ConnectionResetError))
 
 
 def _fitted(message: Mapping[Any, Any], cameras: Mapping[str, tuple[int, ...]], prefix: str = "") -> dict[Any, Any]:
@@ -501,7 +512,8 @@ def _fitted(message: Mapping[Any, Any], cameras: Mapping[str, tuple[int, ...]], 
 
 def _largest(message: Mapping[Any, Any]) -> str:
     """Return advice that names the largest field of a message; "" if it contains no arrays."""
-    waiting, arrays = [("", message)], dict[str, np.ndarray]()
+    waiting: list[tuple[str, Mapping[Any, Any]]] = [("", message)]
+    arrays: dict[str, np.ndarray] = {}
     while waiting:
         prefix, part = waiting.pop()
         for key, value in part.items():
@@ -518,7 +530,7 @@ def _largest(message: Mapping[Any, Any]) -> str:
 
 def _change(key: str, before: Any, now: Any) -> str:
     """Describe the changes in a policy's description, with the values if they are short."""
-    short = all(isinstance(value, int | float | str) for value in (before, now))
+    short = all(isinstance(value, (int, float, str)) for value in (before, now))
     return f"{key}, {str(before)[:40]} -> {str(now)[:40]}" if short else key
 
 
@@ -536,6 +548,3 @@ def connected(server: ServerAddress, patience: float) -> PolicyClient:
         patience=min(STARTING, patience / 2),
         certificate=server.certificate,
     )
-
-
-keep_former_names(__name__, {"whole_address": "server_url", "trusting": "tls_context", "way_out": "connection_hint"})

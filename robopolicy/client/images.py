@@ -4,9 +4,9 @@ Client and server give bit-identical results, so a client may resize before send
 installed it is several times faster.
 """
 
-import numpy as np
+from __future__ import annotations
 
-from robopolicy.core.former_names import keep_former_names
+import numpy as np
 
 try:
     from PIL.Image import Resampling, fromarray
@@ -88,6 +88,3 @@ def _scaled(image: np.ndarray, count: int, axis: int) -> np.ndarray:
         index = np.minimum(place[:, term], before - 1)
         total += np.take(image, index, axis).astype(np.int32) * weights[:, term].reshape(shape)
     return (total >> _BITS).astype(np.uint8)
-
-
-keep_former_names(__name__, {"smaller": "downscale", "resized": "resize_with_padding"})

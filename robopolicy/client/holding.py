@@ -1,33 +1,34 @@
 """Hold actions of a robot that has no action to execute. Axes: A action element."""
 
+from __future__ import annotations
+
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Callable, Mapping, Optional, TypeVar
 
 import numpy as np
 
-from robopolicy.core.arrays import is_mapping
-from robopolicy.core.errors import ConfigError, RobopolicyWarning
-from robopolicy.core.former_names import keep_former_names
-from robopolicy.core.holding import Kind, hold_behaviour, is_gripper, kind_of, kinds_of
-from robopolicy.core.spec import HOLD
-from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.policy_description import DescribedPolicy
+from .element_kinds import Kind, hold_behaviour, is_gripper, kind_of, kinds_of
+from .errors import ConfigError, RobopolicyWarning
+from .keys import HOLD
+from .policy_description import DescribedPolicy
+from .settings import RobotSettings
 
 STANDARD = RobotSettings()
+Settings = TypeVar("Settings", bound=RobotSettings)
 
-Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]
+Hold = Callable[[Mapping[str, np.ndarray], Optional[np.ndarray]], np.ndarray]
 """(newest frames by field, last action [A] or None) -> the action [A] that keeps the robot still."""
 
 
-def with_served_hold(settings: RobotSettings, metadata: Mapping[str, Any]) -> RobotSettings:
+def with_served_hold(settings: Settings, metadata: Mapping[str, Any]) -> Settings:
     """Return the settings with `hold` taken from the served policy's world, if they leave it open and the world defines
     it.
     """
     world_entry = metadata.get("world")
-    options = world_entry.get("options") if is_mapping(world_entry) else None
-    hold = options.get(HOLD) if is_mapping(options) else None
+    options = world_entry.get("options") if isinstance(world_entry, Mapping) else None
+    hold = options.get(HOLD) if isinstance(options, Mapping) else None
     return replace(settings, hold=hold) if settings.hold == "auto" and hold in ("zero", "last") else settings
 
 
@@ -102,7 +103,7 @@ class HoldAction:
                     "positions."
                 )
             element_names = {name for each in policy.elements.values() for name in each}
-            kinds = zip(policy.names, policy.kinds, strict=True) if policy.names else ()
+            kinds = zip(policy.names, policy.kinds) if policy.names else ()
             hidden = [
                 name
                 for name, kind in kinds
@@ -156,8 +157,3 @@ class HoldAction:
     def _warn(self, text: str) -> None:
         self._warned = True
         warnings.warn(text, RobopolicyWarning, stacklevel=4)
-
-
-keep_former_names(
-    __name__, {"unsaid": "unspecified_hold_message", "as_served": "with_served_hold", "Stillness": "HoldAction"}
-)

@@ -5,21 +5,18 @@ command. Names, units and bounds identify such elements; angle differences are t
 numpy arrays and torch tensors. Axes: A action element.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.former_names import keep_former_names
-from robopolicy.core.holding import Kind, is_gripper, is_position_unit, kind_of, unit_of
-from robopolicy.core.spec import Field
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from .element_kinds import Kind, is_gripper, is_position_unit, kind_of, unit_of
+from .errors import ConfigError, did_you_mean
 
 _GOES_ROUND = re.compile(
     r"yaw|heading|azimuth|bearing|compass|theta(?![._]?\d)|euler|(^|[._])rpy"
@@ -39,6 +36,21 @@ _QUATERNION = re.compile(r"quat|(^|[._])q[wxyz]$", re.IGNORECASE)
 _DEGREES, _RADIANS = re.compile(r"(?i:deg|degrees?|°)"), re.compile(r"(?i:rad|radians?)")
 
 
+class NamedElements(Protocol):
+    """An action, such as a `Field`: bounds are numbers, or one for each element."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def low(self) -> Any: ...  # noqa: D102
+    @property
+    def high(self) -> Any: ...  # noqa: D102
+    @property
+    def unit(self) -> str: ...  # noqa: D102
+    @property
+    def names(self) -> tuple[str, ...]: ...  # noqa: D102
+
+
 @dataclass(frozen=True)
 class Periodicity:
     """Periodicity of the elements of an action, all [A]; `like` converts to tensors.
@@ -52,7 +64,7 @@ class Periodicity:
     low: Any
     at_once: Any
 
-    def like(self, tensor: "Tensor") -> "Periodicity":
+    def like(self, tensor: Any) -> Periodicity:
         """Return the same values as tensors, with the device and dtype of `tensor`."""
         return Periodicity(
             *(tensor.new_tensor(each.tolist()) for each in (self.period, self.bounded, self.low, self.at_once))
@@ -69,7 +81,7 @@ class Periodicity:
 
 
 def periodicity_of(
-    action: Field, turns: Mapping[str, float] | None = None, switches: Sequence[str] = ()
+    action: NamedElements, turns: Mapping[str, float] | None = None, switches: Sequence[str] = ()
 ) -> Periodicity:
     """Infer the periodicity of the elements of an action from their names, units and bounds.
 
@@ -85,8 +97,9 @@ def periodicity_of(
             )
             raise ConfigError(f"{setting} contains '{unknown_names[0]}', which is not an element of the action.{hint}")
     units = unit_of(action.unit, action.names)
-    low, high = (np.broadcast_to(np.asarray(bound, np.float64), action.size) for bound in (action.low, action.high))
-    period, at_once = np.zeros(action.size), np.zeros(action.size, dtype=bool)
+    size = int(np.prod(action.shape))
+    low, high = (np.broadcast_to(np.ravel(bound).astype(np.float64), size) for bound in (action.low, action.high))
+    period, at_once = np.zeros(size), np.zeros(size, dtype=bool)
     for place, name in enumerate(action.names):
         if name in periods or name in switches:
             period[place], at_once[place] = periods.get(name, 0.0), name in switches
@@ -113,6 +126,3 @@ def _turn(name: str, unit: str, low: float, high: float) -> tuple[float, bool]:
         if abs(high - low - full_turn) < 0.02 * full_turn and (turn or _ANGLE.search(name)):
             return full_turn, False
     return endless if high - low > (turn or 2 * math.pi) else (0.0, False)
-
-
-keep_former_names(__name__, {"Turns": "Periodicity", "turns_of": "periodicity_of"})

@@ -3,21 +3,20 @@
 Axes: H history, A action dimension (any shape).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Tuple
 
 import numpy as np
 
-from robopolicy.core.arrays import is_mapping
-from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError, SpecError, did_you_mean
-from robopolicy.core.former_names import keep_former_names
-from robopolicy.core.holding import Kind, kind_of, kinds_of
-from robopolicy.core.periodicity import Periodicity, periodicity_of
-from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, Field
-from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.inputs import accepted_names
+from .element_kinds import Kind, kind_of, kinds_of
+from .errors import ConfigError, NonFiniteError, ServingError, SpecError, did_you_mean
+from .keys import IMAGE_PREFIX, QUEUE, accepted_names
+from .periodicity import Periodicity, periodicity_of
+from .settings import RobotSettings
 
 LONGEST_HISTORY = 1000
 """Maximum observation history in frames; metadata with a longer one is rejected."""
@@ -28,7 +27,7 @@ MOST_NUMBERS = 10_000
 MOST = 2**28
 """Maximum number of elements of one camera frame, and of a policy's complete history."""
 
-Range = tuple[np.ndarray, np.ndarray]
+Range = Tuple[np.ndarray, np.ndarray]
 """Lowest and highest values of a vector's elements, [N]."""
 
 NO_TURNS = Periodicity(np.zeros(()), np.zeros(()), np.zeros(()), np.zeros((), dtype=bool))
@@ -56,16 +55,14 @@ class DescribedPolicy:
     high: np.ndarray
     names: tuple[str, ...] = ()
     unit: str = ""
-    elements: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    elements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     turns: Periodicity = NO_TURNS
-    known: Mapping[str, Range] = field(default_factory=dict[str, Range])
+    known: Mapping[str, Range] = field(default_factory=dict)
 
-    def with_turns(self, turns: Mapping[str, float], switches: Sequence[str]) -> "DescribedPolicy":
+    def with_turns(self, turns: Mapping[str, float], switches: Sequence[str]) -> DescribedPolicy:
         """Return a copy with the periodic and switching elements from the settings; see `periodicity_of`."""
-        low, high = (tuple(map(float, bound.ravel())) for bound in (self.low, self.high))
-        action = Field(self.shape, low=low, high=high, unit=self.unit, names=self.names)
-        return replace(self, turns=periodicity_of(action, turns, switches))
+        return replace(self, turns=periodicity_of(self, turns, switches))
 
     @property
     def kinds(self) -> list[Kind]:
@@ -157,7 +154,7 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
 
 def _whole(value: Any) -> int:
     """Return an integer as it was sent; int() would also accept 2.7, "2" and True. Raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise ValueError(f"{value!r:.40} is not an integer")
     return int(value)
 
@@ -170,7 +167,7 @@ def _rate(value: Any) -> float:
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:
-    if not is_mapping(value):
+    if not isinstance(value, Mapping):
         raise ValueError(f"{value!r:.40} is not a mapping")
     return value
 
@@ -193,13 +190,13 @@ def _range(key: Any, said: Any, fields: Mapping[str, tuple[int, ...]]) -> Range:
 def _field(key: Any, described: Any) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
     """Return shape and bounds [*shape] of a field or of the action. Raises ValueError if the description is invalid."""
     described, image = _mapping(described), isinstance(key, str) and key.startswith(IMAGE_PREFIX)
-    if not isinstance(key, str) or not isinstance(described["shape"], list | tuple):
+    if not isinstance(key, str) or not isinstance(described["shape"], (list, tuple)):
         raise ValueError(f"{key!r:.40} is not a field: its shape is {described['shape']!r:.40}")
     shape = tuple(_whole(size) for size in described["shape"][:9])
     if len(shape) > 8 or min(shape, default=1) < 1 or math.prod(shape) > (MOST if image else MOST_NUMBERS):
         raise ValueError(f"{key!r:.40} has shape {described['shape']!r:.80}")
     names, unit = described.get("names"), described.get("unit") or ""
-    if not isinstance(names or (), list | tuple) or not isinstance(unit, str):
+    if not isinstance(names or (), (list, tuple)) or not isinstance(unit, str):
         raise ValueError(f"{key!r:.40} has names {names!r:.40} and unit {unit!r:.40}")
     low, high = (
         np.asarray(default if described.get(name) is None else described[name], np.float64)
@@ -382,6 +379,3 @@ def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
         return np.broadcast_shapes(shape, target) == target
     except ValueError:
         return False
-
-
-keep_former_names(__name__, {"nothing_bounds": "unbounded_message"})

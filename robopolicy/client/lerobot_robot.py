@@ -7,6 +7,8 @@ and disconnects, which disables torque if the robot's configuration says so.
 `drive_robot` gets its actions from a policy server, at its own clock, until its time is over or an error occurs.
 """
 
+from __future__ import annotations
+
 import importlib
 import importlib.metadata
 import pkgutil
@@ -24,23 +26,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from robopolicy.core.arrays import is_mapping
-from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, SpecError, did_you_mean, in_one_line
-from robopolicy.core.former_names import accept_former_arguments, keep_former_names
-from robopolicy.core.progress import progress
-from robopolicy.core.registry import is_dotted, load_dotted
-from robopolicy.core.spec import TASK
-from robopolicy.serving.configuration import AttachedRobot, RobotSettings
-from robopolicy.serving.driver import Clock, Driver, Requests, Server, described_policy, latency_figures
-from robopolicy.serving.element_mapping import ElementMapping
-from robopolicy.serving.notices import Notices
-from robopolicy.serving.policy_description import limits_of
+from .driver import Clock, Driver, Requests, Server, described_policy, latency_figures
+from .element_mapping import ElementMapping
+from .errors import ConfigError, RobopolicyWarning, ServingError, SpecError, did_you_mean, in_one_line
+from .keys import TASK
+from .notices import Notices
+from .policy_description import limits_of
+from .settings import AttachedRobot, RobotSettings
 
 if TYPE_CHECKING:
     from lerobot.robots import Robot
 
 
-Result = TypeVar("Result")  # and no type parameters: a robot's computer may have Python 3.10
+Result = TypeVar("Result")
 
 CONNECTS_WITHIN = 60.0
 """Maximum seconds for connecting a robot: cameras warm up."""
@@ -58,8 +56,8 @@ PACKAGES = ("lerobot_robot_", "lerobot_camera_")
 """Name prefixes of distributions that provide LeRobot robots and cameras."""
 
 
-def make_lerobot_robot(name: str, options: Mapping[str, Any]) -> "Robot":
-    """Create a LeRobot robot, not yet connected, by its type or the import path of its configuration class.
+def make_lerobot_robot(kind: str | type, options: Mapping[str, Any]) -> Robot:
+    """Create a LeRobot robot, not yet connected, by its type or its configuration class.
 
     options: fields of its configuration, {type: ...} for LeRobot's choice classes. Raises ConfigError on an unknown
     type, on invalid options, and when the robot cannot be created.
@@ -67,9 +65,8 @@ def make_lerobot_robot(name: str, options: Mapping[str, Any]) -> "Robot":
     import draccus
     from lerobot.robots import RobotConfig, make_robot_from_config
 
-    if is_dotted(name):
-        kind = load_dotted(name, "Robot")
-    else:
+    name = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+    if isinstance(kind, str):
         failures = _import_robots()
         robot_types = RobotConfig.get_known_choices()
         if name not in robot_types:
@@ -107,7 +104,7 @@ def _import_robots() -> dict[str, str]:
     return {name: text for name, text in failures.items() if name.startswith(PACKAGES)}
 
 
-def bgr_cameras(robot: "Robot") -> tuple[str, ...]:
+def bgr_cameras(robot: Robot) -> tuple[str, ...]:
     """Return the cameras of a robot that are configured as BGR; policies read RGB."""
     configured = dict(getattr(getattr(robot, "config", None), "cameras", None) or {})
     camera_configs = {
@@ -127,10 +124,9 @@ class AttachedLeRobot:
     it is not calibrated or the hold behaviour of an element is undefined, and the errors of `wire` and the wiring.
     """
 
-    @accept_former_arguments({"answers_within": "robot_timeout", "camera_age": "frozen_camera_timeout"})
     def __init__(
         self,
-        robot: "Robot",
+        robot: Robot,
         wire: Callable[[Mapping[str, Any], Mapping[str, Any]], ElementMapping],
         *,
         robot_timeout: float = 1.0,
@@ -149,7 +145,7 @@ class AttachedLeRobot:
         self._shown: Mapping[str, Any] = {}
         self._pictures: dict[str, tuple[np.ndarray, float, np.ndarray]] = {}
 
-    def __enter__(self) -> "AttachedLeRobot":
+    def __enter__(self) -> AttachedLeRobot:
         try:
             self._call("connect", lambda: self.robot.connect(calibrate=False), CONNECTS_WITHIN)
             self._connected = True
@@ -169,7 +165,7 @@ class AttachedLeRobot:
     def observe(self) -> dict[str, np.ndarray]:
         """Return the robot's present observation: the policy's fields -> frames [*shape], images RGB."""
         observation = self._call("return an observation", self.robot.get_observation, self.robot_timeout)
-        if not is_mapping(observation):
+        if not isinstance(observation, Mapping):
             raise SpecError(
                 f"{self.robot} returned {in_one_line(observation, 80)} instead of an observation with named values."
             )
@@ -344,10 +340,12 @@ def drive_robot(
     attached: AttachedRobot,
     settings: RobotSettings,
     notices: Notices | None = None,
+    advance: Callable[[int, str], object] = lambda steps, note: None,
 ) -> dict[str, Any]:
     """Drive a connected robot for `episodes` of `attached.seconds` each, and return the results.
 
-    rate: control steps per second, 0 for the policy's; notices: receives messages for the user. Returns the results of
+    rate: control steps per second, 0 for the policy's; notices: receives messages for the user; advance: is
+    called with each number of steps and a note. Returns the results of
     `drive` without successes, which robots do not report. Without an action to execute, the robot holds its position.
     Raises ConfigError on an invalid rate or duration, the robot's errors (see `AttachedLeRobot`), and the server's
     error once it is fatal or has lasted longer than patience; stopping the robot is left to the caller.
@@ -379,19 +377,18 @@ def drive_robot(
     clock, start = Clock(rate), time.perf_counter()
     task = {TASK: attached.task} if attached.task else {}
     try:
-        with progress("driving", episodes * steps) as advance:
-            for _ in range(episodes):
-                driver.reset()
-                clock.start()
-                for _ in range(steps):
-                    frames = robot.observe()
-                    before = driver.counts["held"]
-                    action = driver.step({**frames, **task})
-                    if robot.placed.all() or driver.counts["held"] == before:  # else it stands still by itself
-                        robot.send(action)
-                    driver.require_server()
-                    clock.wait()
-                    advance(1, f"{driver.counts['held']} held")
+        for _ in range(episodes):
+            driver.reset()
+            clock.start()
+            for _ in range(steps):
+                frames = robot.observe()
+                before = driver.counts["held"]
+                action = driver.step({**frames, **task})
+                if robot.placed.all() or driver.counts["held"] == before:  # else it stands still by itself
+                    robot.send(action)
+                driver.require_server()
+                clock.wait()
+                advance(1, f"{driver.counts['held']} held")
     finally:
         requests.close()
     return {
@@ -405,6 +402,3 @@ def drive_robot(
         "deadline_misses": clock.misses,
         "latency_ms": latency_figures(requests.latencies),
     }
-
-
-keep_former_names(__name__, {"blue_first": "bgr_cameras"})

@@ -5,14 +5,14 @@ rest: repeating its value would keep moving the robot. The kind follows from an 
 otherwise from a setting. This module does not import numpy, so that help stays fast. Axes: A action element.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 
-from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.former_names import keep_former_names
+from .errors import ConfigError, did_you_mean
 
 POSITIONS = ("gripper",)
 """Action elements that keep their value at rest by default: every gripper."""
@@ -67,7 +67,7 @@ def unit_of(unit: str, names: Sequence[str]) -> dict[str, str]:
         return {name: each[name] for name in names if name in each}
     parts = [part.strip() for part in unit.split(",")]
     if len(parts) == len(names):
-        return dict(zip(names, parts, strict=True))
+        return dict(zip(names, parts))
     return dict.fromkeys(names, parts[0]) if len(parts) == 1 else {}
 
 
@@ -106,7 +106,7 @@ def _by_name(name: str) -> str:
     A position word after a rate or difference word is "unclear": `delta_pos_x` is a step, `torque_q1` a torque.
     """
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", re.sub("[Δ∆δ]", " delta ", name))]
-    if any(word in ("linear", "angular") and after in "xyz" for word, after in pairwise(words)):  # of ROS's Twist
+    if any(word in ("linear", "angular") and after in "xyz" for word, after in zip(words, words[1:])):  # of ROS's Twist
         return "rate"
     kinds = [
         next(((kind, word) for kind, pattern in _WORDS.items() if pattern.fullmatch(word)), ("", "")) for word in words
@@ -153,7 +153,7 @@ class HoldBehaviour:
             f"{name}: {('holds its position' if name in shown else 'keeps its last value')}"
             if keeps
             else f"{name}: is set to {neutral:g}"
-            for name, keeps, neutral in zip(self.names, self.keeps, self.neutral, strict=True)
+            for name, keeps, neutral in zip(self.names, self.keeps, self.neutral)
         )
 
 
@@ -184,7 +184,7 @@ def hold_behaviour(
         )
     element_names = tuple(names) or ("",) * size
     keeps: list[bool] = []
-    for name, kind in zip(element_names, kinds, strict=True):
+    for name, kind in zip(element_names, kinds):
         if custom_positions and kind is Kind.POSITION and is_gripper(name):  # by default alone
             kind = Kind.TOGGLE
         unsaid = kind is Kind.UNKNOWN and hold == "last"
@@ -193,9 +193,7 @@ def hold_behaviour(
         )
     settings_names = {*neutral_values, *(positions if custom_positions else ())}
     unknown_names = [
-        name
-        for name, kind in zip(element_names, kinds, strict=True)
-        if kind is Kind.UNKNOWN and name not in settings_names
+        name for name, kind in zip(element_names, kinds) if kind is Kind.UNKNOWN and name not in settings_names
     ]
     return HoldBehaviour(
         element_names,
@@ -230,8 +228,3 @@ def _require_elements(setting: str, said: Sequence[str], names: Sequence[str]) -
             " The action's elements have no names, so none can be selected here."
         )
         raise ConfigError(f"{setting} contains '{unknown_names[0]}', which is not an element of the action.{hint}")
-
-
-keep_former_names(
-    __name__, {"Standstill": "HoldBehaviour", "standstill": "hold_behaviour", "is_place_unit": "is_position_unit"}
-)

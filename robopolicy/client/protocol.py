@@ -10,24 +10,39 @@ text, lists of ten million numbers or a gigabyte of history of one client would 
 are far below these limits.
 """
 
+from __future__ import annotations
+
 import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 import numpy as np
 
-from robopolicy.core.errors import SpecError
-from robopolicy.core.former_names import keep_former_names
-from robopolicy.core.spec import IMAGE_PREFIX, PolicySpec
+from .errors import SpecError
+from .keys import IMAGE_PREFIX
 
 IMAGE_BYTES = 3 * 1280 * 720
 """Maximum bytes of an image that is sent to be resized."""
 
 NUMBER_BYTES = 8
 """Maximum bytes of one vector element, as float64."""
+
+
+class PolicyInputs(Protocol):
+    """What the limits of a policy's clients follow from, such as a `PolicySpec`."""
+
+    @property
+    def observation(self) -> Mapping[str, Any]:
+        """Fields that the policy reads: key -> object with its `size`."""
+        ...
+
+    @property
+    def history(self) -> int:
+        """Number of frames that the policy reads."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,7 @@ class Limits:
     lockout: float = 10.0
 
     @classmethod
-    def of(cls, spec: PolicySpec) -> "Limits":
+    def of(cls, spec: PolicyInputs) -> Limits:
         """Return the limits for clients of a policy: twice the largest legitimate message, lists as long as its
         vectors.
         """
@@ -202,7 +217,7 @@ def unpack(data: bytes, limits: Limits | None = None) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, (np.ndarray, np.generic)):
         if value.dtype.kind not in _KINDS:
             raise SpecError(f"Arrays of dtype {value.dtype} cannot be sent; use bool, integers or floats.")
         if isinstance(value, np.ndarray):
@@ -232,7 +247,7 @@ def _decode(value: dict[Any, Any]) -> Any:
     if "__npgeneric__" in entries and not isinstance(data, bytes):
         return dtype.type(data)
     shape = entries.get("shape", ())
-    if not isinstance(data, bytes) or not isinstance(shape, list | tuple):
+    if not isinstance(data, bytes) or not isinstance(shape, (list, tuple)):
         raise SpecError(
             f"An array's data must be bytes and its shape a list, not {type(data).__name__} and {shape!r:.40}."
         )
@@ -252,8 +267,3 @@ def _dtype(text: Any) -> np.dtype:
     if dtype is None or dtype.kind not in _KINDS:
         raise SpecError(f"Arrays of dtype {str(text)[:40]!r} are refused; use bool, integers or floats.")
     return dtype
-
-
-keep_former_names(
-    __name__, {"sealed": "pack_with_checksum", "unsealed": "unpack_with_checksum", "fingerprint": "checksum"}
-)

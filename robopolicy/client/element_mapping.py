@@ -5,6 +5,8 @@ vectors whose elements its checkpoint names. Elements are matched by name only, 
 action dimension.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
@@ -13,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_you_mean, in_one_line
-from robopolicy.core.former_names import keep_former_names
-from robopolicy.core.holding import POSITIONS, HoldBehaviour, hold_behaviour, kind_of, unit_of
-from robopolicy.core.spec import IMAGE_PREFIX, QUEUE
-from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.holding import unspecified_hold_message
+from .element_kinds import POSITIONS, HoldBehaviour, hold_behaviour, kind_of, unit_of
+from .errors import ConfigError, NonFiniteError, SpecError, did_you_mean, in_one_line
+from .holding import unspecified_hold_message
+from .keys import IMAGE_PREFIX, QUEUE, camera_of
+from .settings import RobotSettings
 
 STANDARD = RobotSettings()
 
@@ -39,7 +40,7 @@ class ElementMapping:
     factors: Mapping[str, float]
     units: Mapping[str, str]
     shows: frozenset[str] = frozenset()
-    renamed: Mapping[str, str] = dataclass_field(default_factory=dict[str, str])
+    renamed: Mapping[str, str] = dataclass_field(default_factory=dict)
     settings: RobotSettings = STANDARD
 
     @cached_property
@@ -49,13 +50,15 @@ class ElementMapping:
         Raises ConfigError when names, units and settings leave an element undefined, and on settings that name an
         unknown one.
         """
-        policy_names, units = self._own(self.action), dict[str, str]()
+        policy_names = self._own(self.action)
+        units: dict[str, str] = {}
         for key, names in [*self.vectors.items(), ("action", self.action)]:
-            units |= {name: unit for name, unit in unit_of(self.units.get(key, ""), self._own(names)).items() if unit}
+            own_units = unit_of(self.units.get(key, ""), self._own(names))
+            units.update({name: unit for name, unit in own_units.items() if unit})
         known_names = {*self.shows, *sum(self.vectors.values(), ())}
         kinds = [
             kind_of((name, policy_name), units.get(policy_name, ""), shown=name in known_names)
-            for name, policy_name in zip(self.action, policy_names, strict=True)
+            for name, policy_name in zip(self.action, policy_names)
         ]
         settings, back = self.settings, {policy_name: name for name, policy_name in self.renamed.items()}
         positions = settings.positions
@@ -107,14 +110,12 @@ class ElementMapping:
 
     def placed(self, shown: Mapping[str, Any]) -> np.ndarray:
         """Return a mask [A] bool of the elements of `still` that need no last action; missing positions do."""
-        names = zip(self.action, self.standing.keeps, strict=True)
+        names = zip(self.action, self.standing.keeps)
         return np.array([not keeps or np.isfinite(_number(shown.get(name))) for name, keeps in names])
 
     def command(self, action: np.ndarray) -> dict[str, float]:
         """Return an action [A] in the robot's names and units. Raises NonFiniteError, naming the motor."""
-        values = {
-            name: float(value) / self.factors.get(name, 1.0) for name, value in zip(self.action, action, strict=True)
-        }
+        values = {name: float(value) / self.factors.get(name, 1.0) for name, value in zip(self.action, action)}
         invalid = [name for name, value in values.items() if not np.isfinite(value)]
         if invalid:
             raise NonFiniteError(f"The action for {', '.join(invalid)} is not finite: it was not sent.")
@@ -138,7 +139,7 @@ class ElementMapping:
         with np.errstate(over="ignore"):  # infinite then, and refused
             values = np.array(numbers, dtype=np.float32)
         if not np.isfinite(values).all():
-            invalid = [name for name, value in zip(names, values, strict=True) if not np.isfinite(value)]
+            invalid = [name for name, value in zip(names, values) if not np.isfinite(value)]
             shows = ", ".join(f"{name} ({in_one_line(shown[name], 40)})" for name in invalid)
             raise NonFiniteError(f"The robot returned NaN, infinity or a non-number for {shows}.")
         return values
@@ -194,7 +195,7 @@ def _number(value: Any) -> float:
 
 
 def _camera(field: str, own: Mapping[str, str], pictures: Mapping[str, Any]) -> str:
-    name = own.get(field, field.removeprefix(IMAGE_PREFIX))
+    name = own.get(field, camera_of(field))
     if name not in pictures:
         raise SpecError(
             f"The policy reads the camera '{name}', which the robot does not have; it has "
@@ -217,7 +218,7 @@ def _elements(
             '["shoulder_pan.pos", ...]}).'
         )
     elements = tuple(own.get(name, name) for name in names)
-    missing_pairs = [(name, element) for name, element in zip(names, elements, strict=True) if element not in known]
+    missing_pairs = [(name, element) for name, element in zip(names, elements) if element not in known]
     if missing_pairs:
         raise SpecError(
             f"The robot has no {', '.join(repr(element) for _, element in missing_pairs)}, which the policy {what}; "
@@ -227,6 +228,3 @@ def _elements(
     if len(set(elements)) != len(elements):
         raise SpecError(f"Two elements that the policy {what} have the same name on the robot: {', '.join(elements)}.")
     return elements
-
-
-keep_former_names(__name__, {"Wiring": "ElementMapping", "wired": "map_elements"})
