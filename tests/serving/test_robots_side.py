@@ -40,7 +40,7 @@ def imports(tree: ast.Module) -> set[str]:
         node = waiting.pop()
         if isinstance(node, ast.Import):
             names |= {item.name for item in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names |= {f"{node.module}.{item.name}" for item in node.names}
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             waiting += node.orelse
@@ -106,7 +106,7 @@ def too_new(text: str) -> list[str]:
             problems.append(ast.unparse(node))
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
             sides = (node.left, node.right)
-            if any(isinstance(side, ast.Dict | ast.DictComp) or ast.unparse(side) in ("None", "int") for side in sides):
+            if any(isinstance(side, ast.Dict | ast.DictComp) or ast.unparse(side) == "None" for side in sides):
                 problems.append(ast.unparse(node))
     return problems + sorted(names & NEWER)
 
