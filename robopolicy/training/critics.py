@@ -9,7 +9,7 @@ policy's encoder.
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self, cast, runtime_checkable
 
@@ -593,6 +593,18 @@ def device_of(policy: Policy) -> torch.device:
 LOG_EVERY, SAVE_EVERY = 100, 1000
 
 
+@dataclass(frozen=True)
+class Redraw:
+    """Data that depends on the agent: `draw` returns it after a number of updates, always the same for the same
+    weights.
+
+    every: number of updates between two draws.
+    """
+
+    every: int
+    draw: Callable[[int], Transitions]
+
+
 def fit_agent(
     agent: OfflineAgent,
     data: Transitions,
@@ -602,16 +614,21 @@ def fit_agent(
     *,
     run: RunFolder | None = None,
     label: str = "critic",
+    redraw: Redraw | None = None,
 ) -> dict[str, float]:
     """Update `agent` on random batches of `data` until it has done `steps` updates in total; returns its last metrics.
 
     run: receives metrics every hundred steps and a resume point named `label`; after a kill, the same call resumes and
-    gives a bit-identical result. Raises NonFiniteError naming the step, and the agent's errors when the data lacks
-    something.
+    gives a bit-identical result. redraw: replaces the data as the agent learns. Raises NonFiniteError naming the step,
+    and the agent's errors when the data lacks something.
     """
     data.check()
     place = None if run is None else run.path / "resume" / label
     step = _resumed(agent, generators, place, run, label)
+    # What is drawn again is not saved: resume points lie where it is drawn, from the weights that they hold.
+    save_every = SAVE_EVERY if redraw is None else redraw.every
+    if redraw is not None and 0 < step < steps:
+        data = redraw.draw(step)
     # After the resume point is read: statistics are taken from the same data again, not saved.
     agent.begin(data)
     figures: dict[str, torch.Tensor] = {}
@@ -627,8 +644,11 @@ def fit_agent(
                     require_finite(name, value, f"step {step} of the {label}")
                 if run is not None:
                     run.log({f"{label}_step": step, **_floats(figures)})
-            if place is not None and (step % SAVE_EVERY == 0 or step == steps):
+            if place is not None and (step % save_every == 0 or step == steps):
                 save_trainer(place, {"step": step, "agent": agent.tree(), "generators": generators.state()})
+            if redraw is not None and step % redraw.every == 0 and step < steps:
+                data = redraw.draw(step)
+                agent.begin(data)
     return _floats(figures)
 
 

@@ -15,7 +15,7 @@ offline.data=[recorded,guided] samples from a diffusion model of the log, guided
 offline.agent=edac offline.data=[recorded,imagined] offline.imagined_steps=10 offline.model=MODEL.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
+from robopolicy.core.transitions import Transitions
 from robopolicy.data.record import record
 from robopolicy.evaluation.evaluators import FqeEvaluator
 from robopolicy.evaluation.gate import Evaluator, Gate
@@ -44,9 +45,9 @@ from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.critics import critic_interface, fit_agent
+from robopolicy.training.critics import AgentPolicy, Redraw, critic_interface, fit_agent
 from robopolicy.training.offline.configuration import IMPROVERS
-from robopolicy.training.offline.guided import guided_episodes
+from robopolicy.training.offline.guided import GuidedGenerator, require_vectors
 from robopolicy.training.offline.improvers import Imagination, Improver, OfflineContext, Wraps
 from robopolicy.training.offline.rounds import Rounds, improve_in_rounds
 from robopolicy.verbs.job import Job, evaluate_in_own_world, normalised, starting_checkpoint
@@ -149,7 +150,9 @@ def learn_critic(
     interface.
     """
     section, seed = config.offline, config.run.seed
-    episodes = episodes_for(config, policy, episodes, device)
+    sources = Sources(config, policy, episodes, device)
+    episodes = sources.draw(policy, "")
+    sources.print_counts()
     deployed = getattr(section.improve.config, "deploys_critic", False)
     interface = critic_interface(policy, episodes, deployed=deployed)
     agent_config = section.agent.config
@@ -162,29 +165,64 @@ def learn_critic(
         return OfflineContext(agent.to(device), data, interface, imagination(config, policy, device))
     generators = Generators(derive_seed(seed, "critic"), device)
     fitting = section.critic
-    fit_agent(agent.to(device), data.transitions, fitting.steps, fitting.batch_size, generators, run=folder)
+    redraw = None
+    if fitting.redraw_every:
+        require_synthetic(section.data)
+        acting = AgentPolicy(agent, interface, policy.spec.fps)
+
+        def drawn(step: int) -> Transitions:
+            redrawn = sources.draw(acting, f" {step}")
+            return recorded_decisions(redrawn, interface, agent_config.discount).transitions
+
+        redraw = Redraw(fitting.redraw_every, drawn)
+    fit_agent(
+        agent.to(device), data.transitions, fitting.steps, fitting.batch_size, generators, run=folder, redraw=redraw
+    )
     return OfflineContext(agent, data, interface)
 
 
-def episodes_for(config: Config, policy: Policy, recorded: Episodes, device: torch.device) -> Episodes:
-    """Return the critic's training episodes as offline.data selects them; prints the number per source unless all are
-    recorded.
-    """
-    section, seed = config.offline, config.run.seed
-    parts: dict[str, Episodes] = {}
-    if "recorded" in section.data:
-        parts["recorded"] = recorded
-    if "imagined" in section.data:
-        parts["imagined"] = imagined_episodes(config, policy, device)
-    if "guided" in section.data:
-        draws = Generators(derive_seed(seed, "offline/guided"), device)
-        generated = guided_episodes(policy, recorded, section.guided, draws, derive_seed(seed, "guided weights"))
-        parts["guided"] = generated.to(device)
-    if set(parts) == {"recorded"}:
-        return recorded
-    counts = ", ".join(f"{len(part)} {name} ({part.step_count} steps)" for name, part in parts.items())
-    output.print(f"The critic is trained on episodes: {counts}.")
-    return Episodes.concatenate(list(parts.values()))
+def require_synthetic(data: Sequence[str]) -> None:
+    """Raise ConfigError when no part of the data can be drawn again."""
+    if set(data) == {"recorded"}:
+        raise ConfigError(
+            "offline.critic.redraw_every draws imagined or guided episodes again: set offline.data=[recorded,imagined] "
+            "or [recorded,guided]."
+        )
+
+
+class Sources:
+    """The critic's training episodes as offline.data selects them: recorded, imagined and guided ones."""
+
+    def __init__(self, config: Config, policy: Policy, recorded: Episodes, device: torch.device):
+        self.config = config
+        self.device = device
+        self.recorded = recorded
+        self.counts: dict[str, tuple[int, int]] = {}
+        self.guided = None
+        if "guided" in config.offline.data:
+            require_vectors(policy, recorded)
+            draws = Generators(derive_seed(config.run.seed, "offline/guided"), device)
+            weights_seed = derive_seed(config.run.seed, "guided weights")
+            self.guided = GuidedGenerator(recorded, config.offline.guided, draws, weights_seed)
+
+    def draw(self, policy: Policy, label: str) -> Episodes:
+        """Return recorded episodes and those drawn with `policy`; label: names the draw, for its random numbers."""
+        parts: dict[str, Episodes] = {}
+        if "recorded" in self.config.offline.data:
+            parts["recorded"] = self.recorded
+        if "imagined" in self.config.offline.data:
+            parts["imagined"] = imagined_episodes(self.config, policy, self.device, f"offline/imagined{label}")
+        if self.guided is not None:
+            draws = Generators(derive_seed(self.config.run.seed, f"offline/guided{label}"), self.device)
+            parts["guided"] = self.guided.draw(policy, draws["guided"]).to(self.device)
+        self.counts = {name: (len(part), part.step_count) for name, part in parts.items()}
+        return next(iter(parts.values())) if len(parts) == 1 else Episodes.concatenate(list(parts.values()))
+
+    def print_counts(self) -> None:
+        """Print the number of episodes and steps per source, unless all are recorded."""
+        if set(self.counts) != {"recorded"}:
+            counts = ", ".join(f"{episodes} {name} ({steps} steps)" for name, (episodes, steps) in self.counts.items())
+            output.print(f"The critic is trained on episodes: {counts}.")
 
 
 def imagination(config: Config, policy: Policy, device: torch.device) -> Imagination:
@@ -199,11 +237,11 @@ def imagination(config: Config, policy: Policy, device: torch.device) -> Imagina
     return Imagination(world, settings, new_critic, partial(adapt_policy_to_world, world))
 
 
-def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> Episodes:
+def imagined_episodes(config: Config, policy: Policy, device: torch.device, label: str) -> Episodes:
     """Return episodes that the policy plays in the imagination of offline.model, from the simulator's initial states.
 
     With offline.imagined_steps they start at recorded steps and are truncated after this many steps, without a task
-    end.
+    end. label: names the draw, for its random numbers.
     """
     section = config.offline
     assert section.model is not None  # which the section asks for
@@ -213,8 +251,8 @@ def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> E
         path = default_path(config, "collect", "dataset", section.dataset, "offline.dataset")
         imagined_section = replace(imagined_section, imagination=short, data=path)
     world = build_world(imagined_section, policy, episodes=section.imagined_episodes, device=device)
-    seeds = episode_seeds(config.run.seed, "offline/imagined", section.imagined_episodes)
-    episodes = record(world, policy, seeds, generator=Generators(config.run.seed, device)["offline/imagined"])
+    seeds = episode_seeds(config.run.seed, label, section.imagined_episodes)
+    episodes = record(world, policy, seeds, generator=Generators(config.run.seed, device)[label])
     world.close()
     return episodes.to(device)
 

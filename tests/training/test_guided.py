@@ -19,7 +19,8 @@ from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.training.offline.configuration import GuidedConfig
-from robopolicy.training.offline.guided import as_episodes, decided, guided_episodes
+from robopolicy.training.offline.guided import GuidedGenerator, as_episodes, decided, guided_episodes
+from robopolicy.verbs import offline
 from robopolicy.verbs.offline import imagined_episodes
 from worldmodels import save_world_model
 from worldmodels.configuration import EnsembleConfig, TrajectoryConfig
@@ -175,6 +176,31 @@ def test_guided_decisions_join_or_replace_the_recorded_ones(log, tmp_path, capsy
         assert text in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.long
+@pytest.mark.checks("Policy-Guided Diffusion", "RAVL")
+@pytest.mark.parametrize("source", ["guided", "imagined"])
+def test_episodes_are_drawn_again_by_the_agent_as_it_learns(source, log, tmp_path, monkeypatch):
+    acting = []
+    played, drawn = offline.imagined_episodes, GuidedGenerator.draw
+    monkeypatch.setattr(offline, "imagined_episodes", lambda *inputs: acting.append(inputs[1]) or played(*inputs))
+    monkeypatch.setattr(GuidedGenerator, "draw", lambda *inputs: acting.append(inputs[1]) or drawn(*inputs))
+    small = ["offline.guided.episodes=6", "offline.guided.length=4", "offline.guided.steps=2"]
+    small += [
+        "offline.guided.width=16",
+        "offline.imagined_episodes=5",
+        "offline.imagined_steps=4",
+        f"offline.model={log / 'model'}",
+    ]
+    small += ["offline.critic.redraw_every=1", "offline.critic.steps=3", "offline.agent=td3_bc"]
+    assert main(["offline", *settings(log, tmp_path, *small, f"offline.data=[recorded,{source}]")]) == 0
+    assert [type(policy).__name__ for policy in acting] == ["DenoisingPolicy", "AgentPolicy", "AgentPolicy"]
+
+
+def test_recorded_episodes_cannot_be_drawn_again(log, tmp_path, capsys):
+    assert main(["offline", *settings(log, tmp_path, "offline.critic.redraw_every=1")]) == 2
+    assert "set offline.data=[recorded,imagined]" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.checks("RAVL")
 def test_ravl_learns_from_short_imagined_rollouts_whose_end_is_no_end_of_the_task(log, tmp_path, capsys):
     ravl = [
@@ -187,7 +213,7 @@ def test_ravl_learns_from_short_imagined_rollouts_whose_end_is_no_end_of_the_tas
     config = compose(settings(log, tmp_path, *ravl))
     assert config.offline.agent.config.diversity > 0 and config.offline.agent.config.builds.endswith("sac:Sac")
     policy = load_policy(log / "policy")
-    made = imagined_episodes(config, policy, torch.device("cpu"))
+    made = imagined_episodes(config, policy, torch.device("cpu"), "offline/imagined")
     cut = ~made.success
     assert made.lengths[cut].tolist() == [4] * int(cut.sum()) and int(cut.sum())
     assert not bool(made.terminated[cut].any()) and bool(made.final_known.all())

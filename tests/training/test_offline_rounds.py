@@ -12,12 +12,13 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import TASK
+from robopolicy.core.transitions import Transitions
 from robopolicy.evaluation.gate import Gate
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.iql import Iql
-from robopolicy.training.critics import BestOfPolicy, fit_agent
+from robopolicy.training.critics import BestOfPolicy, Redraw, fit_agent
 from robopolicy.training.distill import distillable
 from robopolicy.training.offline.configuration import (
     IMPROVERS,
@@ -170,3 +171,37 @@ def test_a_critic_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
     bad = replace(data, reward=torch.full_like(data.reward, torch.nan))
     with pytest.raises(Exception, match="transitions: reward"):
         fit_agent(whole, bad, 10, 32, Generators(0))
+
+
+def test_data_that_follow_the_agent_are_drawn_again_and_a_cut_run_draws_the_same(tmp_path):
+    """States are shifted by a weight of the agent, so that every draw shows from which weights it came."""
+    data = lesson().data.transitions
+
+    def following(agent: Iql, draws: list[tuple[int, float]]) -> Redraw:
+        def draw(step: int) -> Transitions:
+            weight = agent.critics.members.weights[0].detach().flatten()[0]
+            draws.append((step, float(weight)))
+            return replace(data, state=data.state + weight)
+
+        return Redraw(4, draw)
+
+    whole, parts, again, fixed = (Iql(IqlConfig(width=16, depth=1), 1, 2, 0) for _ in range(4))
+    drawn: dict[str, list[tuple[int, float]]] = {"whole": [], "parts": [], "again": []}
+    fit_agent(
+        whole, data, 14, 32, Generators(0), run=RunFolder(tmp_path / "w"), redraw=following(whole, drawn["whole"])
+    )
+    assert [step for step, _ in drawn["whole"]] == [4, 8, 12] and len({weight for _, weight in drawn["whole"]}) == 3
+    run, taken = RunFolder(tmp_path / "parts"), following(parts, drawn["parts"])
+
+    def killed(step: int) -> Transitions:
+        if step == 8:
+            raise KeyboardInterrupt
+        return taken.draw(step)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit_agent(parts, data, 14, 32, Generators(0), run=run, redraw=Redraw(4, killed))
+    fit_agent(again, data, 14, 32, Generators(0), run=run, redraw=following(again, drawn["again"]))
+    assert drawn["parts"] + drawn["again"] == drawn["whole"]
+    fit_agent(fixed, data, 14, 32, Generators(0))
+    first = [agent.critics.members.weights[0] for agent in (whole, again, fixed)]
+    assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count, Fraction, NonNegative, Positive
+from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Positive
 from robopolicy.core.registry import Kinds
 from robopolicy.core.structured import FormerNames
 
@@ -19,6 +19,10 @@ class CriticFitConfig:
     # More did harm: the longer a critic learns from one log, the steeper it is wrong where nothing was recorded.
     batch_size: Count = 256
     """Number of action chunks per update."""
+    redraw_every: Natural = 0
+    """Number of updates after which imagined and guided episodes are drawn again, by the agent itself, whose actor
+    learns with the critic (RAVL, policy-guided diffusion); 0 draws them once, by the policy.
+    """
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1:

@@ -4,7 +4,8 @@ policy.
 Source: policy-guided diffusion, Jackson et al. 2024, arXiv:2404.06356; the generator is the TrajectoryDiffusion of
 `worldmodels`. A policy of action chunks has no likelihood of single actions. It acts at every C-th step of the denoised
 subsequence, and each step's action is guided towards its chunk as by a Gaussian around it (the paper does so for
-deterministic policies). Deviation: the episodes are sampled once, for the initial policy, not again as it improves.
+deterministic policies). With offline.critic.redraw_every they
+are sampled again for the agent as it learns, as in the paper; else once, for the initial policy.
 Axes: N subsequence, L step, S state, A action, T policy call, H history, C chunk.
 """
 
@@ -27,36 +28,55 @@ from worldmodels.configuration import TrajectoryConfig
 from worldmodels.trajectory_diffusion import LogProb, TrajectoryDiffusion
 
 
+class GuidedGenerator:
+    """A diffusion model of subsequences of `episodes`, which draws synthetic episodes guided towards a policy.
+
+    seed: of the model's weights. Training and sampling run on the device of `generators`, which must be the policies'.
+    Raises DataError when rewards, success or the observations after the last actions are not recorded.
+    """
+
+    def __init__(self, episodes: Episodes, config: GuidedConfig, generators: Generators, seed: int):
+        cpu_episodes = episodes.to("cpu")
+        spec = WorldSpec(
+            "recorded",
+            StateVector.of(cpu_episodes.observation_fields).fields,
+            cpu_episodes.action_field,
+            cpu_episodes.fps,
+            int(cpu_episodes.lengths.max()),
+            rewards=tuple(cpu_episodes.rewards or ()),
+            instructions=(cpu_episodes.tasks[0],),
+        )
+        sizes = TrajectoryConfig(length=config.length, width=config.width, batch_size=config.batch_size)
+        self.model = TrajectoryDiffusion.build(sizes, spec, cpu_episodes, seed).to(generators.device)
+        fit_stages(self.model, cpu_episodes, FitConfig(steps=config.steps, learning_rate=2e-3), generators)
+        self.model.calibrate(cpu_episodes)
+        self.model.eval()
+        self.config = config
+        self.seed = seed
+        self.recorded = cpu_episodes.to(generators.device)
+
+    def draw(self, policy: Policy, generator: torch.Generator) -> Episodes:
+        """Draw `config.episodes` episodes, guided towards `policy`.
+
+        An episode is a subsequence up to success, which ends the task; without success it is truncated, so the value
+        after its last state is bootstrapped. Raises ConfigError when states are not vectors or there are several
+        instructions.
+        """
+        require_vectors(policy, self.recorded)
+        target = decided(policy, self.model, self.recorded.tasks[0], self.seed)
+        return as_episodes(
+            self.model,
+            self.model.generate(self.config.episodes, generator, target, self.config.guidance),
+            self.recorded,
+        )
+
+
 def guided_episodes(
     policy: Policy, episodes: Episodes, config: GuidedConfig, generators: Generators, seed: int
 ) -> Episodes:
-    """Generate `config.count` synthetic episodes with a model trained on `episodes`, guided towards `policy`.
-
-    seed: of the generator's weights. Training and sampling run on the device of `generators`, which must be the
-    policy's. An episode is a subsequence up to success, which ends the task; without success it is truncated, so the
-    value after its last state is bootstrapped. Raises ConfigError when states are not vectors or there are several
-    instructions, DataError when rewards, success or the observations after the last actions are not recorded.
-    """
+    """Train a `GuidedGenerator` on `episodes` and draw from it once, guided towards `policy`; raises as it does."""
     require_vectors(policy, episodes)
-    cpu_episodes = episodes.to("cpu")
-    fields = StateVector.of(cpu_episodes.observation_fields).fields
-    spec = WorldSpec(
-        "recorded",
-        fields,
-        cpu_episodes.action_field,
-        cpu_episodes.fps,
-        int(cpu_episodes.lengths.max()),
-        rewards=tuple(cpu_episodes.rewards or ()),
-        instructions=(cpu_episodes.tasks[0],),
-    )
-    sizes = TrajectoryConfig(length=config.length, width=config.width, batch_size=config.batch_size)
-    model = TrajectoryDiffusion.build(sizes, spec, cpu_episodes, seed).to(generators.device)
-    fit_stages(model, cpu_episodes, FitConfig(steps=config.steps, learning_rate=2e-3), generators)
-    model.calibrate(cpu_episodes)
-    model.eval()
-    target = decided(policy, model, cpu_episodes.tasks[0], seed)
-    steps = model.generate(config.episodes, generators["guided"], target, config.guidance)
-    return as_episodes(model, steps, cpu_episodes.to(generators.device))
+    return GuidedGenerator(episodes, config, generators, seed).draw(policy, generators["guided"])
 
 
 def require_vectors(policy: Policy, episodes: Episodes) -> None:
