@@ -13,7 +13,8 @@ from typing import Any
 from marked import marked
 
 from robopolicy.core.storage import write_atomic
-from robopolicy.rl.papers import FILE, HEADER, TITLES, Paper, cells, count_by_status, effect, papers, published
+from robopolicy.evaluation.paper_effects import effect
+from robopolicy.rl.papers import FILE, HEADER, TITLES, Paper, cells, count_by_status, papers
 
 TESTS = Path(__file__).parent
 README = FILE.with_name("README.md")
@@ -38,7 +39,7 @@ def refreshed(rows: list[dict[str, Any]], marks: Mapping[str, list[str]]) -> str
 
 def markdown(paper: Paper) -> str:
     """Return a paper's line of the table."""
-    name, arxiv, where, test, *rest = (cell.replace("|", "\\|") for cell in cells(paper, effect(paper, published())))
+    name, arxiv, where, test, *rest = (cell.replace("|", "\\|") for cell in cells(paper, effect(paper)))
     linked = f"[{arxiv}](https://arxiv.org/abs/{arxiv})" if arxiv else ""
     code = ", ".join(f"`{item}`" for item in (*paper.mechanisms, *paper.settings)) if where else ""
     return f"| {' | '.join((name, linked, code, test, *rest))} |"

@@ -5,7 +5,6 @@ tests/papers.py` writes the tests' names into it and the table into README.md. I
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +13,6 @@ from typing import Any, Literal
 
 from robopolicy.core.arrays import is_sequence
 from robopolicy.core.former_names import keep_former_names
-from robopolicy.core.storage import resource
 
 FILE = Path(__file__).with_name("papers.json")
 
@@ -32,7 +30,7 @@ Status = Literal["works", "part", "absent"]
 tested.
 """
 
-HEADER = ("paper", "arXiv", "where", "test", "status", "effect on success")
+HEADER = ("paper", "arXiv", "where", "test", "status", "effect")
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,8 @@ class Paper:
     """One row of the register. mechanisms: "slot/name" of those that implement it; settings: other "section.key=value",
     or a verb with its target; note: what is missing, the reason for its absence, or, if it works, the differences;
     tests: ids of tests of its mathematics; check: the ablation of `bench mechanisms` that measures it, with the variant
-    if it has several methods, "" for none.
+    if it has several methods, "" for none; figure: another published figure that shows its claim, see
+    `evaluation.paper_effects`, "" for none.
     """
 
     id: str
@@ -53,6 +52,7 @@ class Paper:
     note: str = ""
     tests: tuple[str, ...] = ()
     check: str = ""
+    figure: str = ""
 
     @property
     def where(self) -> str:
@@ -86,33 +86,6 @@ def cells(paper: Paper, effect: str) -> tuple[str, ...]:
     """Return one row of the table under HEADER; of several tests the first is named."""
     rest_text = f" and {len(paper.tests) - 1} more" if len(paper.tests) > 1 else ""
     return paper.id, paper.arxiv, paper.where, (paper.tests[0] if paper.tests else "") + rest_text, paper.said, effect
-
-
-@cache
-def published() -> Mapping[str, Any]:
-    """Load the checks of `bench mechanisms` from assets/figures; {} if they are not published."""
-    path = resource("assets", "figures/mechanisms.json")
-    return json.loads(path.read_text(encoding="utf-8"))["checks"] if path.exists() else {}
-
-
-def effect(paper: Paper, checks: Mapping[str, Any]) -> str:
-    """Describe the gain of the paper's method over its ablation in `bench mechanisms`, and its significance.
-
-    The difference of the success rates after the last iteration, pooled over seeds, with Newcombe's 95 % interval:
-    shown if it lies above 0, reversed if below.
-    """
-    name, _, variant = paper.check.partition("/")
-    if name not in checks:
-        return "not part of bench mechanisms" if paper.status != "absent" else ""
-    rows = checks[name]
-    method = rows[variant or list(rows)[-1]]["last deterministic"]
-    baseline = next(iter(rows.values()))["last deterministic"]
-    difference = method["success_rate"] - baseline["success_rate"]
-    below, above = (rate["success_rate"] - rate["low"] for rate in (method, baseline))
-    up, down = (rate["high"] - rate["success_rate"] for rate in (method, baseline))
-    low, high = difference - math.hypot(below, down), difference + math.hypot(up, above)
-    verdict = "shown" if low > 0 else "reversed" if high < 0 else "no effect shown"
-    return f"{verdict}: {100 * difference:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
 def count_by_status(*kinds: Kind) -> str:

@@ -18,8 +18,9 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, nearest
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.structured import to_plain
+from robopolicy.evaluation.paper_effects import effect
 from robopolicy.rl.configuration import AlgorithmConfig, Resolved
-from robopolicy.rl.papers import HEADER, TITLES, Paper, cells, count_by_status, effect, papers, papers_of, published
+from robopolicy.rl.papers import HEADER, TITLES, Paper, cells, count_by_status, papers, papers_of
 from robopolicy.rl.presets import PRESETS
 from robopolicy.rl.registry import Mechanism, Slot, declared_at, mechanisms, setting_for
 from robopolicy.runs import output, publish
@@ -59,9 +60,7 @@ def run(config: Config) -> int:
             )
             raise ConfigError(f"No algorithm, mechanism or paper is named '{name}'. {hint}")
         show_papers(listed_papers)
-        publish(
-            config, {"papers": [{**to_plain(paper), "effect": effect(paper, published())} for paper in listed_papers]}
-        )
+        publish(config, {"papers": [{**to_plain(paper), "effect": effect(paper)} for paper in listed_papers]})
         return 0
     resolved = AlgorithmConfig(name).resolved() if name in PRESETS else None
     for is_shown_measured in (True, False):
@@ -171,7 +170,7 @@ def explain(entry: Mechanism) -> None:
     for paper in papers_of(f"{entry.slot.value}/{entry.name}"):
         lines = [f"paper {paper.id}, arXiv:{paper.arxiv}: {paper.said}"]
         lines += [f"  checked by {test}" for test in paper.tests]
-        lines += [f"  effect on success: {effect(paper, published())}"]
+        lines += [f"  effect: {effect(paper)}"]
         for line in lines:
             output.print(f"  {line}", markup=False, soft_wrap=True)
     output.print()
@@ -185,7 +184,7 @@ def show_papers(chosen: list[Paper]) -> None:
         for column, ratio in zip(HEADER, (2, 1, 3, 3, 4, 2), strict=True):
             table.add_column(column, style="bold" if column == "paper" else "", overflow="fold", ratio=ratio)
         for paper in rows:
-            table.add_row(*map(escape, cells(paper, effect(paper, published()))))
+            table.add_row(*map(escape, cells(paper, effect(paper))))
         if rows:
             output.print(table, "")
     if len(chosen) > 1:

@@ -4,13 +4,17 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from marked import marked
 from papers import FILE, README, TESTS, naming, refreshed, written
 
 from robopolicy.benchmarks.mechanisms import ABLATIONS
 from robopolicy.cli import main
 from robopolicy.configuration import compose
-from robopolicy.rl.papers import Paper, effect, papers
+from robopolicy.core.errors import DataError
+from robopolicy.evaluation.intervals import wilson
+from robopolicy.evaluation.paper_effects import difference_text, effect, numbers_text, values_at
+from robopolicy.rl.papers import papers
 from robopolicy.rl.registry import Slot, get_mechanism, mechanisms
 from robopolicy.verbs.bench import BENCHMARKS
 from robopolicy.verbs.verb import VERBS
@@ -117,19 +121,40 @@ def test_tests_keep_their_order_and_new_ones_of_the_paper_itself_come_first():
     assert naming(row, marks) == ["b", "z", "a"]
 
 
-def rate(successes: int, low: float, high: float, episodes: int = 100) -> dict:
-    share = successes / episodes
-    return {"last deterministic": {"success_rate": share, "low": low, "high": high}}
+def rate(successes: int, episodes: int) -> dict:
+    low, high = wilson(successes, episodes)
+    return {"success_rate": successes / episodes, "low": low, "high": high, "episodes": episodes}
 
 
 def test_an_effect_is_a_difference_with_newcombes_interval():
     """The published example of Newcombe (1998): 56 of 70 against 48 of 80, by Wilson's intervals of both."""
-    paper = Paper("X", "", "", "others", "works", check="stale/new")
-    old, new = rate(48, 0.4904, 0.7005, 80), rate(56, 0.6916, 0.8766, 70)
-    assert effect(paper, {"stale": {"old": old, "new": new, "newer": old}}) == "shown: +20.0 points [+5.2, +33.4]"
-    assert effect(paper, {"stale": {"old": new, "new": old}}) == "reversed: -20.0 points [-33.4, -5.2]"
-    assert effect(paper, {"stale": {"old": old, "new": old}}).startswith("no effect shown: +0.0 points")
-    assert effect(paper, {}) == "not part of bench mechanisms"
+    old, new = rate(48, 80), rate(56, 70)
+    assert difference_text([new], [old]) == "shown: +20.0 points [+5.2, +33.4]"
+    assert difference_text([old], [new]) == "reversed: -20.0 points [-33.4, -5.2]"
+    assert difference_text([old], [old]).startswith("no effect shown: +0.0 points")
+    seeds = difference_text([rate(30, 40), rate(26, 30)], [rate(20, 40), rate(28, 40)])
+    assert seeds == "shown: +20.0 points [+5.2, +33.4]", "seeds are pooled"
+
+
+def test_numbers_show_an_effect_where_no_seed_contradicts_it():
+    assert numbers_text([0.5, 0.6], [0.2, 0.4], "over") == "shown: 0.55 (0.5 to 0.6) against 0.3 (0.2 to 0.4)"
+    assert numbers_text([0.5, 0.6], [0.2, 0.4], "under").startswith("reversed")
+    assert numbers_text([0.3, 0.6], [0.2, 0.4], "over").startswith("no effect shown")
+
+
+def test_a_path_leads_through_seeds_and_a_wrong_one_names_its_key():
+    figures = {"tasks": {"push": {"0": {"a": 1.0, "b": 3.0}, "1": {"a": 2.0, "b": 3.0}}}}
+    assert values_at(figures, "tasks/push/*/a") == [1.0, 2.0]
+    with pytest.raises(DataError, match=r"no 'pusch' in 'tasks/pusch/a'.*Did you mean 'push'"):
+        values_at(figures, "tasks/pusch/a")
+
+
+def test_every_figure_of_a_paper_is_published():
+    for paper in ROWS:
+        text = effect(paper)
+        assert bool(text) == (paper.status != "absent"), paper.id
+        assert not (paper.figure and paper.check), f"{paper.id}: one figure"
+        assert not paper.figure or f"(bench {paper.figure.partition(':')[0]})" in text, paper.id
 
 
 def test_the_verb_prints_papers_and_says_whose_a_mechanism_is(tmp_path: Path, capsys):

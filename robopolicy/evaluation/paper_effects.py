@@ -1,0 +1,107 @@
+"""Effects of papers' methods in published figures (assets/figures), for the register `rl.papers`.
+
+A figure is written as
+
+    BENCHMARK: PATH over PATH      (a method's figure, and that of what it is compared with; higher is better)
+    BENCHMARK: PATH under PATH     (lower is better)
+
+A path leads through the benchmark's JSON file, keys separated by /, and * stands for every seed. At its end are success
+rates with their episodes, which are pooled over seeds, or plain numbers.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from robopolicy.core.errors import DataError, did_you_mean
+from robopolicy.core.storage import resource
+from robopolicy.evaluation.intervals import wilson
+from robopolicy.rl.papers import Paper
+
+ABLATIONS = "mechanisms"
+"""Benchmark of single mechanisms, in which `Paper.check` names an ablation."""
+
+
+@cache
+def published(benchmark: str) -> Mapping[str, Any]:
+    """Load the published figures of a benchmark; {} if there are none."""
+    path = resource("assets", f"figures/{benchmark}.json")
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def effect(paper: Paper) -> str:
+    """Describe how much better the paper's method is than what it is compared with, and whether that is significant.
+
+    Success rates: their difference pooled over seeds with Newcombe's 95 % interval, shown if it lies above 0, reversed
+    if below. Other numbers: means over seeds, shown if the worst seed with the method is better than the best one
+    without. Raises DataError if `paper.figure` leads nowhere.
+    """
+    if paper.check:
+        name, _, variant = paper.check.partition("/")
+        rows = published(ABLATIONS).get("checks", {}).get(name)
+        if rows is None:
+            return ""
+        method, baseline = rows[variant or list(rows)[-1]], next(iter(rows.values()))
+        return difference_text(*([row["last deterministic"]] for row in (method, baseline)))
+    if not paper.figure:
+        return "no figure" if paper.status != "absent" else ""
+    benchmark, _, paths = paper.figure.partition(": ")
+    word = "over" if " over " in paths else "under"
+    figures = published(benchmark)
+    if not figures:
+        return ""
+    method, baseline = (values_at(figures, path) for path in paths.split(f" {word} "))
+    if isinstance(method[0], Mapping) and "episodes" in method[0]:
+        text = difference_text(method, baseline)
+    else:
+        text = numbers_text([_number(each) for each in method], [_number(each) for each in baseline], word)
+    return f"{text} (bench {benchmark})"
+
+
+def values_at(figures: Mapping[str, Any], path: str) -> list[Any]:
+    """Return what stands at the end of a path, once per seed; raises DataError naming the key that is missing."""
+    found: list[Any] = [figures]
+    for key in path.split("/"):
+        if key == "*":
+            found = [value for each in found for value in each.values()]
+            continue
+        for each in found:
+            if key not in each:
+                raise DataError(f"Published figures have no '{key}' in '{path}'.{did_you_mean(key, each)}")
+        found = [each[key] for each in found]
+    return found
+
+
+def difference_text(method: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> str:
+    """Return verdict and difference of two success rates in points, each pooled over seeds, with its interval."""
+    (above_rate, above_low, above_high), (below_rate, below_low, below_high) = map(_pooled, (method, baseline))
+    difference = above_rate - below_rate
+    low = difference - math.hypot(above_rate - above_low, below_high - below_rate)
+    high = difference + math.hypot(above_high - above_rate, below_rate - below_low)
+    verdict = "shown" if low > 0 else "reversed" if high < 0 else "no effect shown"
+    return f"{verdict}: {100 * difference:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
+
+
+def numbers_text(method: Sequence[float], baseline: Sequence[float], word: str) -> str:
+    """Return verdict and means with ranges over seeds, with and without the method; word: over or under."""
+    sign = 1 if word == "over" else -1
+    better, worse = ([sign * each for each in values] for values in (method, baseline))
+    verdict = "shown" if min(better) > max(worse) else "reversed" if max(better) < min(worse) else "no effect shown"
+    means = (f"{sum(each) / len(each):.3g} ({min(each):.3g} to {max(each):.3g})" for each in (method, baseline))
+    return f"{verdict}: {' against '.join(means)}"
+
+
+def _pooled(rates: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """Return success rate, low and high of all episodes of several rates."""
+    if len(rates) == 1:
+        return rates[0]["success_rate"], rates[0]["low"], rates[0]["high"]
+    episodes = sum(each["episodes"] for each in rates)
+    successes = sum(round(each["success_rate"] * each["episodes"]) for each in rates)
+    return successes / episodes, *wilson(successes, episodes)
+
+
+def _number(value: Any) -> float:
+    """Return a number, or the rate of a success without its number of episodes."""
+    return float(value["success"] if isinstance(value, Mapping) else value)
