@@ -20,13 +20,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from robopolicy.core.action_bounds import union_of_bounds
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError
 from robopolicy.core.origin import WorldOrigin
 from robopolicy.core.progress import Advance
-from robopolicy.core.spec import IMAGE_PREFIX, require_consistent_fields
-from robopolicy.core.storage import read_json, recover_folder, write_folder_atomic, write_json
-from robopolicy.core.tensors import save_tree
+from robopolicy.core.spec import IMAGE_PREFIX, Field, require_consistent_fields
+from robopolicy.core.storage import read_errors, read_json, recover_folder, write_folder_atomic, write_json
+from robopolicy.core.tensors import load_tree, save_tree
 from robopolicy.data.lerobot_checks import file_within
 from robopolicy.data.lerobot_reading import (
     ACTOR,
@@ -47,6 +48,8 @@ ORIGIN = f"{SIDECAR}/world.json"
 APART = "Write the new episodes into a separate dataset."
 QUALITY = f"{SIDECAR}/quality.json"
 """File inside a dataset of a quality level that describes how its episodes were generated."""
+RECORDING = f"{SIDECAR}/recording.json"
+"""File inside a dataset recorded while serving or driving with the names that its numbers stand for."""
 
 
 def write_dataset(
@@ -58,6 +61,7 @@ def write_dataset(
     origin: WorldOrigin | None = None,
     columns: Mapping[str, Tensor] | None = None,
     quality: Mapping[str, Any] | None = None,
+    recording: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `episodes` to `folder` as LeRobotDataset v3; a crash leaves the old or the new folder.
 
@@ -65,9 +69,9 @@ def write_dataset(
     with halved colour) or "png" (exact, about twice as large); existing: how to treat an existing dataset. origin: the
     world they were recorded in, None if unknown or not the same for all. columns: further per-step numbers by name,
     each [N] or [N, n], read by `lerobot_reading.read_columns`. quality: description of how the episodes were generated
-    (`robopolicy.data.quality`), which is lost once others are appended. LeRobot stores integer frame rates: a
-    fractional rate is rounded there and exact in the side table. Raises DataError (folder exists, other columns or
-    another world than the existing dataset's) and StorageError (disk full, not writable).
+    (`robopolicy.data.quality`), which is lost once others are appended. recording: content of RECORDING. LeRobot stores
+    integer frame rates: a fractional rate is rounded there and exact in the side table. Raises DataError (folder
+    exists, other columns or another world than the existing dataset's) and StorageError (disk full, not writable).
     """
     folder = Path(folder)
     if not len(episodes):
@@ -78,20 +82,21 @@ def write_dataset(
     if is_occupied and existing == "refuse":
         raise DataError(f"{folder} is not empty: append to it, replace it, or choose another folder.")
     features = _features(episodes, images) | {key: _described(value) for key, value in (columns or {}).items()}
-    before: Episodes | None = None
+    before: dict[str, Any] | None = None
     if is_occupied and existing == "append":
-        _require_same_columns(folder, features, round(episodes.fps))
-        before = read_dataset(folder, cameras=())
+        _require_same_columns(folder, features, max(1, round(episodes.fps)))
+        before = _sidecar_of(folder)
         _require_same_world(folder, origin)
-        old_fields, new = ({**each.observation_fields, "action": each.action_field} for each in (before, episodes))
+        new = {**episodes.observation_fields, "action": episodes.action_field}
+        old_fields = {**before["observation_fields"], "action": before["action_field"]}
         require_consistent_fields(
-            {f"'{key}'": (field, new[key]) for key, field in old_fields.items()},
+            {f"'{key}'": (Field.from_json(field), new[key]) for key, field in old_fields.items()},
             (f"in {folder}", "in the episodes to be appended"),
             error=DataError,
             renamed=APART,
             converted=APART,
         )
-    sources = (folder if before else None, origin, quality)
+    sources = (before, folder, origin, quality, recording)
     write_folder_atomic(folder, lambda target: _fill(target, episodes, features, columns or {}, *sources))
 
 
@@ -120,24 +125,31 @@ def write_parts(
     return counts[0], counts[1]
 
 
-def _extended(tree: Mapping[str, Any], part: Episodes) -> dict[str, Any]:
-    """Return the side table of the episodes so far and of another part."""
+def _extended(tree: Mapping[str, Any], part: Episodes, images: bool = False) -> dict[str, Any]:
+    """Return the side table of the episodes so far and of another part.
+
+    images: store final images that only repeat the one before, too. Where earlier episodes have no final images, those
+    of the part are not stored, and its final observations count as unknown.
+    """
     final = part.frame_starts + part.lengths
     final_known = torch.ones(len(part), dtype=torch.bool) if part.final_known is None else part.final_known
     final_frames = {
         key: each[final]
         for key, each in part.observation.items()
-        if final_known.any() or not key.startswith(IMAGE_PREFIX)
+        if images or final_known.any() or not key.startswith(IMAGE_PREFIX) or key in tree.get("final", {})
     }
+    if tree and not final_frames.keys() <= tree["final"].keys():
+        final_known = torch.zeros_like(final_known)
     new: dict[str, Any] = {"final": final_frames, "lengths": part.lengths, "final_known": final_known, **_fields(part)}
     if not tree:
         return new
     joined_frames = {
         key: torch.cat([tree["final"][key], value]) for key, value in final_frames.items() if key in tree["final"]
     }
+    action = union_of_bounds(part.action_field, Field.from_json(tree["action_field"]))
     return (
         new
-        | {"final": joined_frames}
+        | {"final": joined_frames, "action_field": action.to_json()}
         | {name: torch.cat([tree[name], new[name]]) for name in ("lengths", "final_known")}
     )
 
@@ -174,14 +186,16 @@ def _fill(
     episodes: Episodes,
     features: dict[str, Any],
     columns: Mapping[str, Tensor],
-    before: Path | None,
+    before: Mapping[str, Any] | None,
+    folder: Path,
     origin: WorldOrigin | None,
     quality: Mapping[str, Any] | None,
+    recording: Mapping[str, Any] | None,
 ) -> None:
     if before is not None:
-        shutil.copytree(before, target, dirs_exist_ok=True, symlinks=True)
+        shutil.copytree(folder, target, dirs_exist_ok=True, symlinks=True, copy_function=_copy)
     write_tables(target, episodes, features, existing=before is not None, further=columns)
-    _save_sidecar(target, episodes, before)
+    _store_sidecar(target, _extended(before or {}, episodes, images=recording is None))
     if before is None and origin is not None:
         write_json(target / ORIGIN, origin.to_json())
     elif origin is None:
@@ -189,6 +203,20 @@ def _fill(
     (target / QUALITY).unlink(missing_ok=True)
     if before is None and quality is not None:
         write_json(target / QUALITY, quality)
+    if recording is not None:
+        write_json(target / RECORDING, recording)
+
+
+def _copy(source: str, target: str) -> str:
+    """Link a file of episodes, which are never written again, and copy any other."""
+    parts = Path(target).parts
+    if parts[-2].startswith("chunk-"):
+        try:
+            os.link(source, target)
+            return target
+        except OSError:  # a file system without links
+            pass
+    return shutil.copy2(source, target)
 
 
 def _require_same_world(folder: Path, origin: WorldOrigin | None) -> None:
@@ -258,27 +286,13 @@ def _require_same_columns(folder: Path, features: Mapping[str, Any], fps: int) -
         )
 
 
-def _save_sidecar(target: Path, episodes: Episodes, before: Path | None) -> None:
-    """Store the fields, and the observation after the last action of each episode."""
-    final = episodes.frame_starts + episodes.lengths
-    final_known = episodes.final_known
-    tree: dict[str, Any] = {
-        "final": {key: value[final].cpu() for key, value in episodes.observation.items()},
-        "lengths": episodes.lengths.cpu(),
-        "final_known": (torch.ones(len(episodes), dtype=torch.bool) if final_known is None else final_known).cpu(),
-    }
-    if before is not None:
-        earlier = read_dataset(before)
-        tree = _joined(earlier, tree)
-    _store_sidecar(target, tree | _fields(episodes))
-
-
-def _joined(earlier: Episodes, tree: Mapping[str, Any]) -> dict[str, Any]:
-    final = earlier.frame_starts + earlier.lengths
-    observation: Mapping[str, Tensor] = tree["final"]
-    final_known = torch.ones(len(earlier), dtype=torch.bool) if earlier.final_known is None else earlier.final_known
-    return {
-        "final": {key: torch.cat([earlier.observation[key][final], value]) for key, value in observation.items()},
-        "lengths": torch.cat([earlier.lengths, tree["lengths"]]),
-        "final_known": torch.cat([final_known, tree["final_known"]]),
-    }
+def _sidecar_of(folder: Path) -> dict[str, Any]:
+    """Return the side table of a dataset; of one without, the table that it would have. Raises DataError."""
+    if not (folder / SIDECAR / "episodes.json").is_file():
+        return _extended({}, read_dataset(folder), images=True)
+    with read_errors(folder / SIDECAR, f"Delete {folder / SIDECAR} to append without the final observations"):
+        tree = load_tree(folder / SIDECAR, "episodes")
+        count = read_information(folder)["total_episodes"]
+        if any(len(tree[name]) != count for name in ("lengths", "final_known")):
+            raise DataError(f"{folder} was edited by another program: {SIDECAR} describes other episodes.")
+        return tree
