@@ -3,7 +3,7 @@
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -19,8 +19,8 @@ from robopolicy.core.origin import remember_folder
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import derive_seed
 from robopolicy.core.registry import is_dotted
-from robopolicy.core.spec import WorldSpec
-from robopolicy.core.structured import narrowed
+from robopolicy.core.spec import WorldSpec, image_sizes_of
+from robopolicy.core.structured import narrowed, to_plain
 from robopolicy.core.world import World
 from robopolicy.data.formats.format import what_it_is
 from robopolicy.data.lerobot_reading import is_dataset
@@ -29,7 +29,7 @@ from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
 from robopolicy.policies.abilities import Tunable
 from robopolicy.policies.lerobot.configuration import LeRobotTuning
-from robopolicy.policies.loading import build_policy, checkpoint_in
+from robopolicy.policies.loading import build_policy, checkpoint_in, weights_hash
 from robopolicy.training.encoders import load_with_encoder
 from worldmodels.encoding import EncodedPolicy
 from worldmodels.env import ImaginedWorld
@@ -102,6 +102,12 @@ def data_hint(path: Path) -> str:
     if is_dataset(path):
         return f"{prefix} Train a policy on it: robopolicy train {shlex.quote(str(path))}"
     return ""
+
+
+def fitted_for(section: InferenceSection, folder: Path, policy: Policy) -> dict[str, Any]:
+    """Return the description of what failure detectors are calibrated for: checkpoint, engine, cameras, JSON-ready."""
+    cameras = {camera: list(size) for camera, size in image_sizes_of(policy.spec.observation).items()}
+    return {"checkpoint": weights_hash(folder), "engine": to_plain(section), "cameras": cameras}
 
 
 def load_trainable(folder: Path | str, tuning: LeRobotTuning, device: torch.device | str = "cpu") -> Trainable:

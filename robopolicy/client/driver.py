@@ -29,18 +29,23 @@ from typing import Any, Protocol
 import numpy as np
 
 from .errors import ConfigError, NonFiniteError, ServingError, SpecError
+from .executed import ExecutedSteps
 from .holding import Hold, HoldAction
 from .keys import QUEUE, TASK
 from .notices import Notices, far_from_training_data
 from .policy_client import RefusedError
 from .policy_description import ActionLimits, described_policy
-from .protocol import DELAY, PLAN, SESSION
+from .protocol import DELAY, FAILURE, PLAN, POLICY, SESSION
+from .training_ranges import TrainingRanges
 
 BACK_OFF = 0.1, 5.0
 """Seconds before a failing server is retried: initial and maximum, doubling in between."""
 
 LONG = 1.0
 """Seconds without an answer after which the user is notified that the robot is holding still."""
+
+ENDS_WITHIN = 1.0
+"""Seconds that `Driver.close` waits for its last report."""
 
 REMEMBERED_DELAYS = 10
 """Number of recent answers whose maximum delay is the estimate for the next one."""
@@ -62,12 +67,13 @@ class Server(Protocol):
 class Requests:
     """Requests to a server in a separate thread, from one or several drivers, in order.
 
-    latencies: seconds of every answered request.
+    latencies: seconds of every answered request; answers: session -> its last answer and the seconds that it took.
     """
 
     def __init__(self, client: Server):
         self.client = client
         self.latencies: list[float] = []
+        self.answers: dict[str, tuple[Mapping[str, Any], float]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="requests")
         self._sent: deque[Future[np.ndarray]] = deque()
 
@@ -83,12 +89,17 @@ class Requests:
         start = time.perf_counter()
         answer = self.client.infer(message)
         self.latencies.append(time.perf_counter() - start)
+        self.answers[str(message.get(SESSION, ""))] = answer, self.latencies[-1]
         actions = np.asarray(answer.get("actions"))
         if actions.dtype.kind not in "fiu" or actions.ndim < 2 or not len(actions):
             raise ServingError(f"The server's answer is not an action chunk but {str(answer.get('actions'))[:80]!r}.")
         if not np.isfinite(actions).all():
             raise NonFiniteError("The server answered with NaN or infinity; no action was executed.")
         return actions
+
+    def send(self, message: Mapping[str, Any]) -> Future[Mapping[str, Any]]:
+        """Send a message without an observation; the future returns the answer or raises the error."""
+        return self._thread.submit(self.client.infer, message)
 
     @property
     def trouble(self) -> str:
@@ -153,6 +164,7 @@ class Driver:
     ):
         described = described_policy(client.metadata).with_turns(turns or {}, switches)
         self.policy, self.limits = described, limits or ActionLimits()
+        self._ranges = TrainingRanges(described.known, described.elements)
         self.hold = HoldAction(hold, described)
         self.start = self.hold if start is None else start
         self.prefetch = prefetch
@@ -174,6 +186,7 @@ class Driver:
         self._back_off = BACK_OFF[0]
         self._ask_after = 0.0
         self._late = False
+        self._executed = ExecutedSteps(client.metadata, 2 * (described.chunk + described.overlap))
         self.reset()
 
     def _require_possible(self) -> None:
@@ -216,6 +229,7 @@ class Driver:
 
     def reset(self) -> None:
         """Start an episode: clear the history; a pending answer is not used."""
+        self._executed.begin()
         self._frames: dict[str, np.ndarray] = {}
         self._task: str | None = None
         self._step, self._first = 0, True
@@ -231,7 +245,14 @@ class Driver:
         self._last: np.ndarray | None = None
 
     def close(self) -> None:
-        """Stop sending requests; the client stays open."""
+        """Report the last steps to a server that records, and stop sending requests; the client stays open."""
+        if self._executed.left and self.error is None:
+            self._executed.begin()
+            last = self._requests.send(
+                {**self._executed.message(), **({SESSION: self.session} if self.session else {})}
+            )
+            wait_for([last], timeout=ENDS_WITHIN)
+            self._executed.answered()
         if self._owned:
             self._requests.close()
 
@@ -274,7 +295,7 @@ class Driver:
             frames_before = np.repeat(newest, self.policy.history, axis=1) if history is None else history
             self._frames[key] = np.concatenate([frames_before[:, 1:], newest], axis=1)
         self._task = None if frames.get(TASK) is None else _instruction(frames[TASK])
-        if far := far_from_training_data(self.policy, observation):
+        if far := far_from_training_data(self._ranges, observation):
             self.counts["outside"] += 1
             self._notices.say(
                 "outside",
@@ -302,9 +323,42 @@ class Driver:
                 self._notices.say("away", f"No answer for {self.away:.1f} s; the robot holds still: {reason}")
             action = self._still(self._last)
         action = self._limited(np.asarray(action, dtype=np.float64), on_hold)
+        frames = {key: frame for key, frame in self._newest.items() if key != QUEUE}
+        place = -1 if on_hold else self._step - self._begins
+        self._executed.add(frames, action, self._step, held=on_hold, plan_step=place)
         self._step, self._first = self._step + 1, False
         self._last = action
         return action
+
+    @property
+    def task(self) -> str:
+        """The robot's instruction, "" for none."""
+        return self._task or ""
+
+    @property
+    def answer(self) -> tuple[Mapping[str, Any], float | None]:
+        """The server's last answer to this robot and the seconds that it took; ({}, None) before the first."""
+        return self._requests.answers.get(self.session, ({}, None))
+
+    @property
+    def executed(self) -> dict[str, Any]:
+        """The last control step, as `ExecutedSteps.add` describes it, and the answer that it rests on: entries of a
+        `RecordedStep`; {} before the first.
+        """
+        step = dict(self._executed.last)
+        if not step:
+            return {}
+        del step["step"]
+        answer, seconds = self.answer
+        failure = answer.get(FAILURE) or {}
+        return {
+            **step,
+            "plan": answer.get("actions"),
+            "latency": seconds or 0.0,
+            "policy": str(answer.get(POLICY, "")),
+            "index": next(iter(dict(failure.get("index", {})).values()), 0.0),
+            "alarm": bool(failure.get("alarms")),
+        }
 
     def _still(self, last: np.ndarray | None) -> np.ndarray:
         """Return the action that holds the robot still [A] after its `last` one."""
@@ -359,6 +413,7 @@ class Driver:
                 remaining = remaining[:0] if self._too_old(self._seen) else remaining
                 message[PLAN] = remaining.astype(np.float32)
                 message[DELAY] = min(max(self._delays), len(remaining))
+            message.update(self._executed.message())
             self._request = self._requests.ask(message)
             self._unanswered = self._clock() if self._unanswered is None else self._unanswered
             self._asked = _Asked(self._step, self._clock(), self._held, self._shown)
@@ -396,6 +451,7 @@ class Driver:
             self._later()
             return
         self.error, self._unanswered = None, None
+        self._executed.answered()
         self._delays.append(self._step - request_state.step)
         took = self._clock() - observed_at
         if begins + len(chunk) <= self._step or self._too_old(observed_at):

@@ -331,28 +331,12 @@ class _Calls:
             run()
 
 
-def drive_robot(
-    robot: AttachedLeRobot,
-    client: Server,
-    *,
-    episodes: int,
-    rate: float,
-    attached: AttachedRobot,
-    settings: RobotSettings,
-    notices: Notices | None = None,
-    advance: Callable[[int, str], object] = lambda steps, note: None,
-) -> dict[str, Any]:
-    """Drive a connected robot for `episodes` of `attached.seconds` each, and return the results.
-
-    rate: control steps per second, 0 for the policy's; notices: receives messages for the user; advance: is
-    called with each number of steps and a note. Returns the results of
-    `drive` without successes, which robots do not report. Without an action to execute, the robot holds its position.
-    Raises ConfigError on an invalid rate or duration, the robot's errors (see `AttachedLeRobot`), and the server's
-    error once it is fatal or has lasted longer than patience; stopping the robot is left to the caller.
-    """
-    requests = Requests(client)
+def _driver(
+    robot: AttachedLeRobot, client: Server, settings: RobotSettings, requests: Requests, notices: Notices | None
+) -> Driver:
+    """Return the driver of a connected robot."""
     new_names = robot.wiring.renamed
-    driver = Driver(
+    return Driver(
         client,
         hold=lambda frames, last: robot.still(),
         start=lambda frames, last: np.where(robot.placed, robot.still(), np.nan),
@@ -367,6 +351,31 @@ def drive_robot(
         requests=requests,
         notices=notices,
     )
+
+
+def drive_robot(
+    robot: AttachedLeRobot,
+    client: Server,
+    *,
+    episodes: int,
+    rate: float,
+    attached: AttachedRobot,
+    settings: RobotSettings,
+    notices: Notices | None = None,
+    advance: Callable[[int, str], object] = lambda steps, note: None,
+    executed: Callable[[Mapping[str, Any] | None], object] = lambda step: None,
+) -> dict[str, Any]:
+    """Drive a connected robot for `episodes` of `attached.seconds` each, and return the results.
+
+    rate: control steps per second, 0 for the policy's; notices: receives messages for the user; advance: is called with
+    each number of steps and a note; executed: receives `Driver.executed` of every step, None at the end of an episode.
+    Returns the results of `drive` without successes, which robots do not report. Without an action to execute, the
+    robot holds its position. Raises ConfigError on an invalid rate or duration, the robot's errors (see
+    `AttachedLeRobot`), and the server's error once it is fatal or has lasted longer than patience; stopping the robot
+    is left to the caller.
+    """
+    requests = Requests(client)
+    driver = _driver(robot, client, settings, requests, notices)
     rate = driver.fps if rate == 0 else rate
     steps = round(attached.seconds * rate)
     if rate < 0 or steps < 1:
@@ -386,10 +395,13 @@ def drive_robot(
                 action = driver.step({**frames, **task})
                 if robot.placed.all() or driver.counts["held"] == before:  # else it stands still by itself
                     robot.send(action)
+                executed(driver.executed)
                 driver.require_server()
                 clock.wait()
                 advance(1, f"{driver.counts['held']} held")
+            executed(None)
     finally:
+        driver.close()
         requests.close()
     return {
         "episodes": episodes,

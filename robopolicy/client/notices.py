@@ -12,13 +12,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from .policy_description import DescribedPolicy
+from .training_ranges import TrainingRanges
 
 EVERY = 10.0
 """Minimum seconds between two messages of one kind."""
-
-FAR = 0.25
-"""Distance beyond an element's training range that counts as far, as a fraction of that range."""
 
 
 class Notices:
@@ -46,24 +43,9 @@ class Notices:
             self._say(text)
 
 
-def far_from_training_data(policy: DescribedPolicy, frames: Mapping[str, np.ndarray]) -> str:
+def far_from_training_data(ranges: TrainingRanges, frames: Mapping[str, np.ndarray]) -> str:
     """Return the elements of a robot's frames, field -> [*shape], that lie far outside of the policy's training data,
-    or "".
+    farthest first, or "".
     """
-    elements: list[tuple[float, str]] = []
-    for key, (low, high) in policy.known.items():
-        if key not in frames:
-            continue
-        values = np.asarray(frames[key], dtype=np.float64).reshape(-1)
-        width = high - low
-        beyond = np.maximum(low - values, values - high)
-        limits = FAR * np.where(width > 0, width, np.maximum(np.abs(low), 1e-3))
-        names = policy.elements.get(key) or tuple(f"{key}[{place}]" for place in range(values.size))
-        for place in np.flatnonzero(beyond > limits):
-            description = (
-                f"{names[place]} is {values[place]:.4g} (training data: {low[place]:.4g} to {high[place]:.4g})"
-            )
-            elements.append((float(beyond[place] / limits[place]), description))
-    elements.sort(reverse=True)
-    rest_text = f" and {len(elements) - 3} more" if len(elements) > 3 else ""
-    return ", ".join(text for _, text in elements[:3]) + rest_text
+    texts = list(ranges.far(frames).values())
+    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")

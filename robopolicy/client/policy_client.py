@@ -33,7 +33,7 @@ from websockets.sync.client import ClientConnection, connect
 from .errors import ConfigError, RobopolicyWarning, ServingError, SpecError
 from .images import downscale
 from .policy_description import camera_shapes
-from .protocol import CHECK, REQUEST, RESET, SESSION, checksum, pack, unpack, unpack_with_checksum
+from .protocol import CHECK, EXECUTED, REQUEST, RESET, SESSION, checksum, pack, unpack, unpack_with_checksum
 from .settings import ServerAddress, require_key
 
 InvalidProxy: Any = getattr(exceptions, "InvalidProxy", ())
@@ -503,7 +503,7 @@ def _fitted(message: Mapping[Any, Any], cameras: Mapping[str, tuple[int, ...]], 
     for key, value in message.items():
         name = prefix + str(key).replace(".", "/")
         if isinstance(value, Mapping):
-            result[key] = _fitted(value, cameras, name + "/")
+            result[key] = _fitted(value, cameras, "" if key == EXECUTED else name + "/")
         else:
             is_camera = name in cameras and isinstance(value, np.ndarray)
             result[key] = downscale(value, cameras[name]) if is_camera else value

@@ -119,7 +119,23 @@ continues them.
 DELAY = "robopolicy.delay"
 """Integer next to the remaining actions, 0 to n: how many of them will have been executed when the answer arrives."""
 
-OURS = (RESET, SESSION, SEED, REQUEST, PLAN, DELAY)
+EXECUTED = "robopolicy.executed"
+"""Mapping in a request to a server whose metadata says `records`: the control steps since the last request, {} for
+none; see `executed_report`.
+"""
+
+POLICY = "robopolicy.policy"
+"""Text in an answer: name and version of the policy that gave it."""
+
+FAILURE = "robopolicy.failure"
+"""Mapping in an answer of a server with failure detectors: "index", number by detector, and "alarms", list of the
+detectors that have alarmed in this episode.
+"""
+
+POLICIES = "/policies/"
+"""Prefix of the path of a connection that asks for a policy by name; others get the default one."""
+
+OURS = (RESET, SESSION, SEED, REQUEST, PLAN, DELAY, EXECUTED)
 """Extension keys of a request; a request with a similar but unknown key is refused, not partly read."""
 
 CHECK = "robopolicy.check"

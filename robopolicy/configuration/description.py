@@ -40,7 +40,8 @@ RARE = {
     "SacConfig": "target_entropy entropy_backup actor_learning_rate",
     "GateSection": "metric per_decision",
     "OnlineConfig": "base_policy_fraction conservative",
-    "ServerConfig": "max_batch_size max_queue_size request_timeout hang_timeout chunking_options session_expiry",
+    "ServerConfig": "max_batch_size max_queue_size request_timeout hang_timeout chunking_options session_expiry"
+    " record_limit detectors probation max_alarm_rate",
     "WeightedImitationConfig": "max_weight",
     "FilteredImitationConfig": "positive_fraction",
     "RecapConfig": "indicator_dropout positive_fraction",

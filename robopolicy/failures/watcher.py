@@ -195,7 +195,7 @@ def load_watcher(
 ) -> Watcher:
     """Load the detectors that `Watcher.save` wrote, all or those with these names.
 
-    Raises CheckpointError when there are none, and as `load_detector` does.
+    Raises CheckpointError when there are none or a name is missing, and as `load_detector` does.
     """
     folder = recover_folder(folder)
     if not (folder / f"{EMBEDDING}.json").is_file():
@@ -203,5 +203,10 @@ def load_watcher(
     observer = Observer(policy, encoder, 0)
     observer.restore(to_arrays(load_tree(folder, EMBEDDING)))
     parts = sorted(path for path in folder.iterdir() if path.is_dir())
-    detectors = [load_detector(path, fitted_for) for path in parts if not names or path.name in names]
+    stored_names = [path.name for path in parts]
+    file_names = [name.replace(":", "-") for name in names] or stored_names
+    for name in file_names:
+        if name not in stored_names:
+            raise CheckpointError(f"{folder} has no detector '{name}'. It has: {', '.join(stored_names)}.")
+    detectors = [load_detector(path, fitted_for) for path in parts if path.name in file_names]
     return Watcher(observer, {each.name: each for each in detectors})

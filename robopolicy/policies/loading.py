@@ -22,6 +22,7 @@ from robopolicy.core.registry import is_dotted, is_trusted
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import read_object
 from robopolicy.core.structured import from_plain
+from robopolicy.core.tensors import file_hash
 from robopolicy.policies.checkpoint import saved_fields
 from robopolicy.policies.foreign import SETTINGS_FILE, ForeignFormat, bytes_of_files, format_of
 from robopolicy.policies.registry import LEFT_BEHIND, POLICIES, SAVED_AS
@@ -78,6 +79,11 @@ def open_checkpoint(folder: Path | str | Checkpoint) -> Checkpoint:
 def checkpoint_in(folder: Path | str) -> Path:
     """Return the folder of the checkpoint that `folder` is or contains; see `open_checkpoint`."""
     return open_checkpoint(folder).folder
+
+
+def weights_hash(folder: Path | str) -> str:
+    """Return the hashes of a checkpoint's weight files, which identify it; see `checkpoint_in`."""
+    return " ".join(file_hash(each) for each in sorted(checkpoint_in(folder).glob("*.safetensors")))
 
 
 def weights_bytes(folder: Path) -> int:

@@ -24,7 +24,7 @@ from robopolicy.core.former_names import accept_former_arguments, keep_former_na
 from robopolicy.core.policy import Policy, TensorObservation, to_tensors
 from robopolicy.core.spec import TASK, Observation, all_finite
 from robopolicy.inference.chunking import Plans, PredictsAhead
-from robopolicy.serving.sessions import RemainingActions, batch_remaining_actions
+from robopolicy.serving.sessions import Answer, Failure, RemainingActions, RobotSession, batch_remaining_actions
 
 
 class BusyError(ServingError):
@@ -36,24 +36,17 @@ Asker = tuple[str, int]
 
 NOBODY: Asker = ("", 0)
 
+type Watch = Callable[[TensorObservation, Sequence[RobotSession | None]], Sequence[Failure | None]]
+"""Observations [B, H, ...] and their sessions [B] -> what failure detectors say."""
+
 REMEMBERED_TURNS = 4096
 """Number of addresses and connections for which the last service is remembered."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Answer to one request. actions: [C, A], or the full prediction [P, A]; seconds: inference time, shared by the
-    batch.
-    """
-
-    actions: np.ndarray
-    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
 class PendingRequest:
     """A waiting request: the observation [1, H, ...], the future for its answer, its own noise generator, the robot's
-    remaining actions if sent, and its sender.
+    remaining actions if sent, its sender, and its session for failure detectors.
     """
 
     observation: Observation
@@ -61,6 +54,7 @@ class PendingRequest:
     generator: torch.Generator | None = None
     left: RemainingActions | None = None
     asker: Asker = NOBODY
+    session: RobotSession | None = None
 
     def goes_with(self, other: "PendingRequest") -> bool:
         """Whether both requests can be answered in one batch."""
@@ -136,7 +130,8 @@ class InferenceQueue:
     max_batch_size: maximum requests in one forward pass; max_queue_size: maximum waiting requests, further ones are
     refused; deadline: seconds after which a request is dropped; stall: seconds after which a forward pass counts as
     hanging; deterministic: no exploration noise; on_batch: called with the number of requests in every pass; plans:
-    computes predictions that continue a robot's remaining actions.
+    computes predictions that continue a robot's remaining actions; watch: observations [B, H, ...] and sessions [B] ->
+    what failure detectors say, [B].
     """
 
     @accept_former_arguments({"maximum_batch": "max_batch_size", "maximum_waiting": "max_queue_size"})
@@ -152,8 +147,9 @@ class InferenceQueue:
         deterministic: bool = True,
         on_batch: Callable[[int], None] = lambda size: None,
         plans: Plans | None = None,
+        watch: Watch | None = None,
     ):
-        self.policy = policy
+        self.policy, self.watch = policy, watch
         self.generator = generator
         self.plans = plans
         self.max_batch_size, self.max_queue_size = max_batch_size, max_queue_size
@@ -211,6 +207,7 @@ class InferenceQueue:
         generator: torch.Generator | None = None,
         left: RemainingActions | None = None,
         asker: Asker = NOBODY,
+        session: RobotSession | None = None,
     ) -> Answer:
         """Return the answer to one observation; with a `generator` it is computed alone, using that generator.
 
@@ -231,7 +228,7 @@ class InferenceQueue:
             if not other.answer.done():
                 other.answer.set_exception(busy)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        request = PendingRequest(observation, future, generator, left, asker)
+        request = PendingRequest(observation, future, generator, left, asker, session)
         self._waiting.append(request)
         self._wake.set()
         try:
@@ -290,9 +287,11 @@ class InferenceQueue:
         batch_observation[TASK] = np.array([str(item[TASK][0]) for item in observations])
         try:
             with torch.no_grad():
-                actions = self._decided(
-                    to_tensors(batch_observation, generator.device), generator, [item.left for item in batch]
-                )
+                tensors = to_tensors(batch_observation, generator.device)
+                actions = self._decided(tensors, generator, [item.left for item in batch])
+                failures: Sequence[Failure | None] = [None] * len(batch)
+                if self.watch is not None and len(actions) == len(batch):
+                    failures = self.watch(tensors, [item.session for item in batch])
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, StopIteration):
                 raise
@@ -304,7 +303,7 @@ class InferenceQueue:
             raise NonFiniteError("The policy answered with NaN or infinity; no action was sent.")
         values = actions.float().cpu().numpy()
         seconds = time.perf_counter() - start
-        return [Answer(row, seconds) for row in values]
+        return [Answer(row, seconds, failure) for row, failure in zip(values, failures, strict=True)]
 
     def _decided(
         self, observation: TensorObservation, generator: torch.Generator, left: Sequence[RemainingActions | None]

@@ -9,7 +9,7 @@ from robopolicy.client import settings
 from robopolicy.client.settings import ServerAddress as ServerAddress
 from robopolicy.client.settings import require_key
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count, Natural, Positive
+from robopolicy.core.ranges import Count, Fraction, Natural, Positive
 from robopolicy.core.structured import REGISTRY, FormerNames
 
 
@@ -58,6 +58,28 @@ class ServerConfig(FormerNames):
     """PEM file of the certificate's private key, if the certificate file does not contain it."""
     origins: tuple[str, ...] = ()
     """Origins of web pages that may connect from a browser, such as [https://console.example]; others are refused."""
+    record: Path | None = None
+    """Folder in which everything is recorded as a LeRobotDataset; an existing one is continued. Robots that report no
+    executed steps are recorded in FOLDER-decisions, one step per request.
+    """
+    record_limit: Positive = 50.0
+    """Gigabytes of a recording after which nothing more is recorded."""
+    detect: Path | None = None
+    """Folder of failure detectors that `robopolicy detect` stored: their indices and alarms are in every answer."""
+    detectors: tuple[str, ...] = ("float",)
+    """Detectors of that folder to use; [] for all."""
+    watch: bool = False
+    """Serve a new checkpoint as soon as the folder or link of the policy changes. SIGHUP, and GET /reload with the key,
+    do the same at once.
+    """
+    gate: Path | None = None
+    """Run folder of `robopolicy gate`: a new checkpoint is served only if the last verdict there accepted it."""
+    canary: Fraction = 1.0
+    """Share of the sessions that a new checkpoint answers during its probation."""
+    probation: Positive = 60.0
+    """Seconds for which the old checkpoint stays loaded and comes back if the new one fails."""
+    max_alarm_rate: Fraction = 0.5
+    """Share of episodes with an alarm above which a new checkpoint fails (lower bound of the 95 % interval)."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for invalid server settings."""

@@ -17,8 +17,9 @@ from robopolicy.core.errors import ServingError, SpecError, did_you_mean
 from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import QUEUE, TASK, Field, Observation, require_fields
-from robopolicy.core.world import Rows, World
+from robopolicy.core.world import Rows, Step, World
 from robopolicy.serving.configuration import RobotSettings
+from robopolicy.serving.recording import RecordedStep, RobotRecorder
 
 STANDARD = RobotSettings()
 
@@ -31,21 +32,23 @@ def drive(
     rate: float = 0.0,
     robot: RobotSettings = STANDARD,
     notices: Notices | None = None,
+    recorder: RobotRecorder | None = None,
 ) -> dict[str, Any]:
     """Run one episode per seed, as many at a time as the world has rows, and return the results.
 
     robot: see `RobotSettings`, and `Driver` for the meanings; rate: control steps per second in real time, during which
     a robot without an action holds still; 0 for as fast as possible: the world then waits for the server; notices:
-    receives messages for the user. Returns episodes, successes, steps, requests, wall_seconds, rate, prefetch,
-    latency_steps, held, clipped, stale and outside (see `Driver`), failures, deadline_misses (control steps more than a
-    tenth of a period late) and latency_ms {p50, p90, p99, max} of the requests. Every request contains the history that
-    the policy reads, sampled at the control rate. Raises SpecError, ConfigError, ServingError (world and policy do not
-    fit, or the server fails for longer than patience) and NonFiniteError (an action that must not reach a robot).
+    receives messages for the user; recorder: records every step. Returns episodes, successes, steps, requests,
+    wall_seconds, rate, prefetch, latency_steps, held, clipped, stale and outside (see `Driver`), failures,
+    deadline_misses (control steps more than a tenth of a period late) and latency_ms {p50, p90, p99, max} of the
+    requests. Every request contains the history that the policy reads, sampled at the control rate. Raises SpecError,
+    ConfigError, ServingError (world and policy do not fit, or the server fails for longer than patience) and
+    NonFiniteError (an action that must not reach a robot).
     """
     seeds = np.asarray(seeds, dtype=np.int64)
     _check(world, client.metadata)
     clock = Clock(rate)
-    robots = _Robots(world, client, with_served_hold(robot, client.metadata), clock, notices or Notices())
+    robots = _Robots(world, client, with_served_hold(robot, client.metadata), clock, notices or Notices(), recorder)
     successes = steps = 0
     start = time.perf_counter()
     try:
@@ -76,8 +79,17 @@ def drive(
 class _Robots:
     """The rows of a world, each with a driver, as an actor that returns single control steps."""
 
-    def __init__(self, world: World, client: Server, settings: RobotSettings, clock: Clock, notices: Notices):
+    def __init__(
+        self,
+        world: World,
+        client: Server,
+        settings: RobotSettings,
+        clock: Clock,
+        notices: Notices,
+        recorder: RobotRecorder | None,
+    ):
         self.world, self.clock = world, clock
+        self.recorder = recorder
         self.requests, policy = Requests(client), described_policy(client.metadata)
         self.drivers = [
             Driver(
@@ -112,7 +124,9 @@ class _Robots:
         return sum((driver.counts for driver in self.drivers), Counter())
 
     def close(self) -> None:
-        """Stop sending requests."""
+        """Report the last steps to a server that records, and stop sending requests."""
+        for driver in self.drivers:
+            driver.close()
         self.requests.close()
 
     def episodes(self, seeds: np.ndarray) -> tuple[int, int]:
@@ -125,7 +139,20 @@ class _Robots:
         for part in self.player:
             successes += int(part.step.success[part.ended].sum())
             steps += int(part.step.valid[:count].sum())
+            if self.recorder is not None:
+                self._record(self.recorder, part.step, part.running[:count].nonzero()[0])
         return successes, steps
+
+    def _record(self, recorder: RobotRecorder, step: Step, rows: np.ndarray) -> None:
+        """Record a control step of the robots in `rows` [R], and the end of their episodes."""
+        for row in rows:
+            robot = f"robot {row + 1}"
+            rewards = {name: float(values[row, 0]) for name, values in step.rewards.items()}
+            done = RecordedStep(**self.drivers[row].executed, rewards=rewards, success=bool(step.success[row]))
+            recorder.step(robot, done, self.drivers[row].task)
+            if step.ended[row]:
+                final = {key: step.observation[key][row, -1].copy() for key in done.observation}
+                recorder.end(robot, final, terminated=bool(step.terminated[row]))
 
     def reset(self, rows: Rows = None) -> None:
         """Reset every robot: no frames, no remaining actions."""

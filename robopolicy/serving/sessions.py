@@ -4,7 +4,9 @@ A robot sends its remaining actions so that the next prediction continues them. 
 dimension.
 """
 
+import itertools
 import time
+import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from robopolicy.client.executed import BEFORE
 from robopolicy.client.protocol import DELAY, PLAN, SEED, SESSION, Limits
 from robopolicy.core.errors import NonFiniteError, SpecError
 from robopolicy.core.former_names import FormerName, keep_former_names
-from robopolicy.core.spec import PolicySpec
+from robopolicy.core.spec import TASK, Observation, PolicySpec
 from robopolicy.inference.chunking import RunningPlan
 from robopolicy.serving.inputs import Session
 
@@ -74,20 +77,103 @@ def batch_remaining_actions(parts: Sequence[RemainingActions], chunk: int, devic
     return RunningPlan(remaining_actions, decisions, parts[0].delay, chunk)
 
 
-class RobotSession(Session):
-    """History of one robot; generator: its own noise generator if it set a seed, else None; used: time of its last
-    request; address: sender; plans: number of predictions so far in the episode.
+@dataclass(frozen=True)
+class Failure:
+    """Index of every detector after a decision, by name, and the names of those that have alarmed in this episode."""
+
+    index: dict[str, float]
+    alarms: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer to one request. actions: [C, A], or the full prediction [P, A]; seconds: inference time, shared by the
+    batch; failure: what the failure detectors say, None without.
     """
 
-    generator: torch.Generator | None = None
-    used: float = 0.0
-    address: str = ""
-    plans: int = 0
+    actions: np.ndarray
+    seconds: float
+    failure: Failure | None = None
+
+
+class RobotSession(Session):
+    """History of one robot, and what the server knows of it.
+
+    name: connection and the client's name for it; key: unique; lot: number in [0, 1) that decides whether it is among
+    those that try a new version; policy_name: policy that it asked for; generator: its own noise generator if it set a
+    seed, else None; used: time of its last request; address: sender; plans: number of predictions so far in the
+    episode; episode: number of its episode; version: of the policy that answers it; decided, alarmed: whether this
+    episode has begun on it, and whether a detector has alarmed; reports: whether it reports executed steps; last_step,
+    reported_until: number and time of the last one; acting: who
+    acts, as it reported last; outside: elements far outside of the training data now -> description; logged: those that
+    the log has named.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, name: str, policy_name: str, spec: PolicySpec, rename: Mapping[str, str], limits: Limits):
+        super().__init__(spec, rename, limits)
+        self.name, self.policy_name = name, policy_name
+        self.key = f"{name} {next(self._numbers)}"
+        self.lot = zlib.crc32(self.key.encode()) / 2**32
+        self.generator: torch.Generator | None = None
+        self.used, self.address = 0.0, ""
+        self.plans = self.episode = 0
+        self.version = ""
+        self.decided = self.alarmed = self.reports = False
+        self.last_step, self.reported_until = -1, 0.0
+        self.acting = dict(BEFORE)
+        self.outside: dict[str, str] = {}
+        self.logged: set[str] = set()
+        self.task = self.policy = ""
+        self.seconds = 0.0
+        self.answer: Answer | None = None
 
     def reset(self) -> None:
         """Clear history and predictions: the next frame starts an episode."""
         super().reset()
-        self.plans = 0
+        self.plans, self.last_step = 0, -1
+        self.episode += 1
+        self.decided = self.alarmed = False
+
+    def observe(self, message: Mapping[Any, Any]) -> Observation:
+        """Add the message to the history; see `Session.observe`."""
+        observation = super().observe(message)
+        self.task = str(observation[TASK][0])
+        return observation
+
+    def answered(self, policy: str, answer: Answer, seconds: float) -> None:
+        """Remember the last answer: by which policy, and after how many seconds."""
+        self.policy, self.answer = policy, answer
+        self.seconds = seconds
+
+    def decision(self) -> dict[str, Any]:
+        """Return the last decision as entries of a `RecordedStep`."""
+        if self.answer is None:
+            return {}
+        failure = self.answer.failure
+        return {
+            "plan": self.answer.actions,
+            "latency": self.seconds,
+            "policy": self.policy,
+            "index": 0.0 if failure is None else next(iter(failure.index.values()), 0.0),
+            "alarm": failure is not None and bool(failure.alarms),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return what readers of events see, JSON-ready."""
+        failure = None if self.answer is None else self.answer.failure
+        return {
+            "session": self.name,
+            "address": self.address,
+            "task": self.task,
+            "policy": self.policy,
+            "episode": self.episode,
+            "latency_ms": 1e3 * self.seconds,
+            "failure": None if failure is None else {"index": failure.index, "alarms": list(failure.alarms)},
+            "outside": list(self.outside.values()),
+            **self.acting,
+        }
 
     take_left = FormerName("pop_remaining")
 
@@ -118,15 +204,16 @@ class RobotSession(Session):
 class Sessions:
     """Sessions of all connections, limited in number.
 
-    expiry: seconds without a request after which a session is deleted; its next request starts an episode.
+    expiry: seconds without a request after which a session is deleted; its next request starts an episode; policy: name
+    of the policy that they ask for.
     """
 
-    def __init__(self, spec: PolicySpec, limits: Limits, rename: Mapping[str, str], expiry: float):
-        self.spec = spec
+    def __init__(self, spec: PolicySpec, limits: Limits, rename: Mapping[str, str], expiry: float, policy: str = ""):
+        self.spec, self.policy = spec, policy
         self.limits = limits
         self.rename = dict(rename)
         self.expiry = expiry
-        RobotSession(spec, self.rename, limits)  # wrong names are refused when the server starts
+        Session(spec, self.rename, limits)  # wrong names are refused when the server starts
         self._known: dict[tuple[int, str], RobotSession] = {}
 
     def __len__(self) -> int:
@@ -160,14 +247,21 @@ class Sessions:
                 raise SpecError(
                     f"The server has at most {self.limits.all_sessions} sessions, and all are in use: try again later."
                 )
-            session = self._known[connection, name] = RobotSession(self.spec, self.rename, self.limits)
+            session = RobotSession(f"{connection}/{name}", self.policy, self.spec, self.rename, self.limits)
+            self._known[connection, name] = session
             session.address = address
         session.used = now
         return session
 
-    def drop(self, connection: int) -> None:
-        """Delete the sessions of a closed connection."""
+    def all(self) -> list[RobotSession]:
+        """Return the sessions of all connections."""
+        return list(self._known.values())
+
+    def drop(self, connection: int) -> list[RobotSession]:
+        """Delete the sessions of a closed connection, and return them."""
+        dropped = [value for key, value in self._known.items() if key[0] == connection]
         self._known = {key: value for key, value in self._known.items() if key[0] != connection}
+        return dropped
 
     def _forget_idle(self, now: float) -> None:
         self._known = {key: value for key, value in self._known.items() if now - value.used <= self.expiry}

@@ -1,15 +1,17 @@
-"""Telemetry of the server: its log, and metrics in Prometheus' text format.
+"""Telemetry of the server: its log, its events, and Prometheus metrics.
 
-The log has one JSON object per line on standard error, readable for people and log collectors.
+The log has one JSON object per line on standard error, readable for people and log collectors. Events are what is
+logged and every answer, for whoever is connected to /events.
 """
 
+import asyncio
 import json
 import logging
 import sys
 import time
-from collections import Counter
-from collections.abc import Mapping
 from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 LOGGER = logging.getLogger("robopolicy.serving")
 
@@ -19,12 +21,44 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10
 """Upper bounds of the histogram of latencies, seconds."""
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Upper bounds of the histogram of batch sizes, requests."""
+UNREAD = 1000
+"""Maximum events that wait for a reader; further ones are lost to it."""
+
+disable_created_metrics()
+
+
+class Events:
+    """Events for any number of readers, as JSON-ready mappings; a slow reader loses some and delays nobody."""
+
+    def __init__(self) -> None:
+        self._readers: set[asyncio.Queue[dict[str, Any]]] = set()
+
+    def __bool__(self) -> bool:
+        """Whether anybody reads."""
+        return bool(self._readers)
+
+    def add(self, event: str, details: dict[str, Any]) -> None:
+        """Hand an event to all readers."""
+        for reader in self._readers:
+            if not reader.full():
+                reader.put_nowait({"time": time.time(), "event": event, **details})
+
+    def open(self) -> asyncio.Queue[dict[str, Any]]:
+        """Return a queue that receives the events from now on, until `close`."""
+        reader: asyncio.Queue[dict[str, Any]] = asyncio.Queue(UNREAD)
+        self._readers.add(reader)
+        return reader
+
+    def close(self, reader: asyncio.Queue[dict[str, Any]]) -> None:
+        """Hand no more events to a reader."""
+        self._readers.discard(reader)
 
 
 class Log:
     """Event log; an event that repeats too fast is counted instead, and the count is written with the next one."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Events | None = None) -> None:
+        self.events = Events() if events is None else events
         self._window: dict[str, tuple[float, int]] = {}
 
     def __call__(self, event: str, level: int = logging.INFO, **details: Any) -> None:
@@ -40,6 +74,7 @@ class Log:
         self._window[event] = began, count + 1
         if count < PER_SECOND:
             LOGGER.log(level, event, extra={"details": details})
+            self.events.add(event, details)
 
 
 class JsonLines(logging.Formatter):
@@ -67,57 +102,41 @@ def log_to_stderr() -> None:
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
-class Histogram:
-    """Histogram of values with upper `bounds`."""
-
-    def __init__(self, name: str, bounds: tuple[float, ...]):
-        self.name, self.bounds = name, bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._total = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        place = next((index for index, bound in enumerate(self.bounds) if value <= bound), len(self.bounds))
-        self._counts[place] += 1
-        self._total += value
-
-    def lines(self) -> list[str]:
-        """Return the lines in Prometheus' exposition format."""
-        lines, running = [f"# TYPE robopolicy_{self.name} histogram"], 0
-        for bound, count in zip((*self.bounds, "+Inf"), self._counts, strict=True):
-            running += count
-            lines.append(f'robopolicy_{self.name}_bucket{{le="{bound}"}} {running}')
-        return [*lines, f"robopolicy_{self.name}_sum {self._total:.6f}", f"robopolicy_{self.name}_count {running}"]
-
-
 class Metrics:
-    """Server metrics since start. refused: number of refusals by reason (key, limit, busy, observation, policy)."""
+    """Server metrics since start, all named robopolicy_*."""
 
     def __init__(self) -> None:
-        self.requests = self.connections = self.batches = self.sessions = 0
-        self.refused: Counter[str] = Counter()
-        self.latency = Histogram("latency_seconds", SECONDS)
-        self.batch_size = Histogram("batch_size", SIZES)
+        self.registry = CollectorRegistry()
 
-    @property
-    def errors(self) -> int:
-        """Total number of refused requests and connections."""
-        return self.refused.total()
+        def made(kind: Any, name: str, text: str, labels: tuple[str, ...] = (), **options: Any) -> Any:
+            return kind(f"robopolicy_{name}", text, labels, registry=self.registry, **options)
 
-    def text(self, gauges: Mapping[str, float]) -> str:
+        self.requests: Counter = made(Counter, "requests", "Messages received")
+        self.errors: Counter = made(Counter, "errors", "Refused requests and connections")
+        self.refused: Counter = made(Counter, "refused", "The same by reason", ("reason",))
+        self.batches: Counter = made(Counter, "inference_batches", "Forward passes")
+        self.latency: Histogram = made(Histogram, "latency_seconds", "From message to answer", buckets=SECONDS)
+        self.batch_size: Histogram = made(Histogram, "batch_size", "Requests in a forward pass", buckets=SIZES)
+        self.connections: Gauge = made(Gauge, "connections", "Open connections")
+        self.answers: Counter = made(Counter, "answers", "Answers by policy", ("policy", "version"))
+        self.outside: Counter = made(
+            Counter, "outside_training_range", "Observed elements far outside of the training data", ("element",)
+        )
+        self.alarms: Counter = made(Counter, "failure_alarms", "Episodes with an alarm", ("detector", "version"))
+        self.episodes: Counter = made(Counter, "episodes", "Episodes begun", ("policy", "version"))
+        self.reloads: Counter = made(Counter, "policy_reloads", "Checkpoints taken, or not", ("outcome",))
+        self._gauges: dict[str, Gauge] = {}
+        self._made = made
+
+    def refuse(self, reason: str) -> None:
+        """Count a refusal: key, busy, observation, policy."""
+        self.errors.inc()
+        self.refused.labels(reason).inc()
+
+    def text(self, **gauges: float) -> str:
         """Return the exposition text. gauges: further current values, by name."""
-        lines = []
-        for name, kind, value in (
-            ("requests_total", "counter", self.requests),
-            ("errors_total", "counter", self.errors),
-            ("inference_batches_total", "counter", self.batches),
-            ("connections", "gauge", self.connections),
-            ("sessions", "gauge", self.sessions),
-            *((name, "gauge", value) for name, value in gauges.items()),
-        ):
-            lines += [f"# TYPE robopolicy_{name} {kind}", f"robopolicy_{name} {value:g}"]
-        lines.append("# TYPE robopolicy_refused_total counter")
-        for reason, count in sorted(self.refused.items()):
-            lines.append(f'robopolicy_refused_total{{reason="{reason}"}} {count}')
-        lines += [*self.latency.lines(), *self.batch_size.lines()]
-        return "\n".join(lines) + "\n"
+        for name, value in gauges.items():
+            if name not in self._gauges:
+                self._gauges[name] = self._made(Gauge, name, name.replace("_", " "))
+            self._gauges[name].set(value)
+        return generate_latest(self.registry).decode()

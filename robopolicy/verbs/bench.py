@@ -18,6 +18,7 @@
 - sight: camera students distilled from privileged teachers, compared with imitation and PPO on images.
 - language: PPO, GRAPE and a teacher compared with imitation, for twelve instructions in one scene, with controls.
 - delay: success against inference latency in control steps, for every method of handling it.
+- serving: latency and throughput of a policy server with and without recording, taking turns.
 - workers: policy calls per second on local and Ray workers, compared with one process.
 
 World models:
@@ -121,6 +122,7 @@ BENCHMARKS = Registry(
             "rl100",
             "inference",
             "delay",
+            "serving",
             "workers",
             "tables",
         )

@@ -11,13 +11,12 @@ same command with these settings and detect.output=FOLDER.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_acting, load_policy
+from robopolicy.building.policies import adapt_policy_to_world, choose_device, fitted_for, load_acting, load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import WorldSection
@@ -28,9 +27,6 @@ from robopolicy.core.faulty import FAULTS_OPTION, RATE_OPTION, without_faults
 from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive_seed, episode_seeds
-from robopolicy.core.spec import image_sizes_of
-from robopolicy.core.structured import to_plain
-from robopolicy.core.tensors import file_hash
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy, require_success
@@ -110,7 +106,7 @@ def run(config: Config) -> int:
         faults[fault] = {name: each.after_fault() for name, each in scored(fault_rollouts).items()}
     if faults:
         print_table("Failures detected after a planted fault began", *detected_fault_rows(faults))
-    described = fitted_for(config, section.policy, policy)
+    described = fitted_for(config.inference, section.policy, policy)
     calibrated = {name: Calibrated(name, each, thresholds[name], described) for name, each in usable.items()}
     place = section.output or checkpoint_in(section.policy).parent / "detectors"
     Watcher(observer, calibrated).save(place)
@@ -120,17 +116,6 @@ def run(config: Config) -> int:
     finish(config, folder, {**scores, "seconds": clock.seconds})
     output.print(f"Detectors: {place}\nReport: {report_for_run(folder.path)}")
     return 0
-
-
-def fitted_for(config: Config, path: Path, policy: Policy) -> dict[str, Any]:
-    """Return the description of what detectors are calibrated for: checkpoint, engine and cameras, JSON-ready."""
-    weights = sorted(checkpoint_in(path).glob("*.safetensors"))
-    cameras = {camera: list(size) for camera, size in image_sizes_of(policy.spec.observation).items()}
-    return {
-        "checkpoint": " ".join(file_hash(each) for each in weights),
-        "engine": to_plain(config.inference),
-        "cameras": cameras,
-    }
 
 
 def play(

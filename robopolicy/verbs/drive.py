@@ -31,12 +31,13 @@ from robopolicy.core.delayed import without_latency
 from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.progress import console, progress
 from robopolicy.core.registry import is_dotted, load_dotted
-from robopolicy.core.spec import Field, images_of
+from robopolicy.core.spec import Field, images_of, same_rate
 from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import output, publish
 from robopolicy.serving.configuration import AttachedRobot, RobotSettings
 from robopolicy.serving.drive import drive
+from robopolicy.serving.recording import RecordedStep, RobotRecorder
 from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 
@@ -59,10 +60,10 @@ def run(config: Config) -> int:
             simulated = replace(simulated, options=without_latency(simulated.options))
         world = build_world(simulated, batch_size=1, seed=config.run.seed)
         rate = world.spec.fps if section.rate == 0 else max(section.rate, 0.0)
-        robot = _settings(config, client)
-        result = drive(
-            world, client, evaluation_seeds(config, section.episodes), rate=rate, robot=robot, notices=Notices(_note)
-        )
+        robot, seeds = _settings(config, client), evaluation_seeds(config, section.episodes)
+        labels = {"rewards": list(world.spec.rewards), "success": world.spec.reports_success}
+        with _recording(config, {**client.metadata, **labels}) as recorder:
+            result = drive(world, client, seeds, rate=rate, robot=robot, notices=Notices(_note), recorder=recorder)
         world.close()
     low, high = wilson(result["successes"], result["episodes"])
     output.print(f"Success {result['successes']}/{result['episodes']} [{low:.0%}, {high:.0%}]; {_figures(result)}")
@@ -91,9 +92,29 @@ def _run_robot(config: Config) -> int:
             settings=settings,
         )
         output.print(robot.wiring.text(), markup=False)
-        rate = section.rate or described_policy(client.metadata).fps
+        fps = described_policy(client.metadata).fps
+        rate = section.rate or fps
+        if not same_rate(rate, fps):
+            warnings.warn(
+                f"drive.rate={rate:g}, but the policy was trained for {fps:g} steps per second: the robot moves "
+                "faster or slower than in its training data.",
+                RobopolicyWarning,
+                stacklevel=2,
+            )
         steps = section.episodes * round(section.seconds * rate)
-        with _ended_by_signals(), robot, progress("driving", steps) as advance:
+        with (
+            _recording(config, client.metadata) as recorder,
+            _ended_by_signals(),
+            robot,
+            progress("driving", steps) as advance,
+        ):
+
+            def executed(step: Mapping[str, Any] | None) -> None:
+                if recorder is not None and step is None:
+                    recorder.end("robot")
+                elif recorder is not None and step is not None:
+                    recorder.step("robot", RecordedStep(**step), section.task)
+
             result = drive_robot(
                 robot,
                 client,
@@ -103,10 +124,27 @@ def _run_robot(config: Config) -> int:
                 settings=settings,
                 notices=Notices(_note),
                 advance=advance,
+                executed=executed,
             )
     output.print(f"{result['wall_seconds']:.1f} s at {result['rate']:g} control steps per second; {_figures(result)}")
     publish(config, {**result, "robot": section.robot})
     return 0
+
+
+@contextmanager
+def _recording(config: Config, description: Mapping[str, Any]) -> Iterator[RobotRecorder | None]:
+    """Record in drive.record while the body runs; None if it is not set. Prints what was recorded."""
+    section = config.drive
+    if section.record is None:
+        yield None
+        return
+    with RobotRecorder(section.record, description, limit=1e9 * section.record_limit) as recorder:
+        recorder.require_ready()
+        yield recorder
+    text = f"Recorded {recorder.state['steps']} steps in {section.record}"
+    if recorder.dropped:
+        text += f"; {recorder.dropped} were lost: {recorder.error or 'the disk is too slow, or the limit reached'}"
+    output.print(text, markup=False, soft_wrap=True)
 
 
 def _as_seen(section: WorldSection, client: PolicyClient) -> WorldSection:

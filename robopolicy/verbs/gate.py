@@ -25,6 +25,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.evaluation.gate import Gate
 from robopolicy.evaluation.report import report_for_run
+from robopolicy.policies.loading import weights_hash
 from robopolicy.runs import finish, open_fresh_run, output
 from robopolicy.verbs.verb import Verb
 
@@ -53,6 +54,7 @@ def run(config: Config) -> int:
     warn_of_divergence(judges)
     output.print(verdict.line("the candidate"))
     warn_of_critics_alone(section, verdict.accepted)
-    finish(config, folder, {"gate": verdict.to_json(), **clipped_fraction(judges)})
+    weights = weights_hash(section.candidate)
+    finish(config, folder, {"gate": verdict.to_json(), "candidate_weights": weights, **clipped_fraction(judges)})
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0 if verdict.accepted else 1

@@ -1,11 +1,12 @@
 """Sections for a policy server and for a robot, simulated or LeRobot's, that uses it."""
 
 import math
-from dataclasses import dataclass, fields
+import re
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count
+from robopolicy.core.ranges import Count, Positive
 from robopolicy.serving.configuration import AttachedRobot, RobotSettings, ServerAddress, ServerConfig
 
 
@@ -14,7 +15,16 @@ class ServeSection(ServerConfig):
     """A policy server."""
 
     policy: Path | None = None
-    """Checkpoint of the policy."""
+    """Checkpoint of the policy, or a link to it."""
+    policies: dict[str, Path] = field(default_factory=dict)
+    """Further policies by the name that clients ask for, drive.host=ws://HOST/policies/NAME: {careful: CHECKPOINT}."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for invalid server settings, and names that are no part of a URL."""
+        super().__post_init__()
+        for name in self.policies:
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise ConfigError(f"policies has the name '{name}': use letters, digits, '.', '_' and '-'.")
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,10 @@ class DriveSection(AttachedRobot, RobotSettings, ServerAddress):
     """Control frequency in Hz; 0 for the world's own (LeRobot robot: the policy's), -1 for as fast as the server
     answers (simulated robot).
     """
+    record: Path | None = None
+    """Folder in which every control step is recorded as a LeRobotDataset; an existing one is continued."""
+    record_limit: Positive = 50.0
+    """Gigabytes of a recording after which nothing more is recorded."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for settings that cannot drive a robot, and LeRobot-only settings without drive.robot."""

@@ -1,0 +1,109 @@
+"""Control steps that a robot reports to a server that records: what it observed, what it executed, and who acted.
+
+Axes: n step, A action dimension.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .protocol import EXECUTED, RESET
+
+NUMBERS = {
+    "step": np.int64,
+    "actor": np.int64,
+    "segment": np.int64,
+    "held": np.bool_,
+    "plan_step": np.int64,
+    "time": np.float64,
+}
+"""Entries of a report with one number per step, and their types; step: number of the step in its episode."""
+ACTING = ("actor", "segment", "operator", "held")
+"""Entries that say who acts."""
+BEFORE = {"actor": 0, "segment": 0, "operator": "", "held": False}
+"""Who acts before a robot reports anything: the policy."""
+
+
+def executed_report(executed: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the value of `EXECUTED` for steps with `observation`, `action`, `operator` and the entries of NUMBERS."""
+    steps = list(executed)
+    if not steps:
+        return {}
+    return {
+        **{key: np.stack([step["observation"][key] for step in steps]) for key in steps[0]["observation"]},
+        "action": np.stack([np.asarray(step["action"], np.float32) for step in steps]),
+        "operator": [str(step["operator"]) for step in steps],
+        **{name: np.array([step[name] for step in steps], kind) for name, kind in NUMBERS.items()},
+    }
+
+
+class ExecutedSteps:
+    """Steps of one robot that its server does not know yet, and whether its next request begins an episode.
+
+    A report that may be lost is repeated, and the server skips what it knows. metadata: of the server; most: number of
+    steps that are kept, the newest; last: the newest step, {} before the first.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any], most: int):
+        self._knows_episodes = metadata.get("server") == "robopolicy"
+        self._steps: deque[dict[str, Any]] | None = deque(maxlen=most) if metadata.get("records") is True else None
+        self._reported = 0
+        self._begins = False
+        self.last: dict[str, Any] = {}
+
+    def add(
+        self,
+        observation: Mapping[str, np.ndarray],
+        action: np.ndarray,
+        step: int,
+        *,
+        held: bool = False,
+        plan_step: int = -1,
+        actor: int = 0,
+        segment: int = 0,
+        operator: str = "",
+    ) -> None:
+        """Add an executed step: frames by field [*shape], action [A], and who acted, as `RecordedStep` says."""
+        self.last = {
+            "observation": dict(observation),
+            "action": action,
+            "step": step,
+            "time": time.time(),
+            "actor": actor,
+            "segment": segment,
+            "operator": operator,
+            "held": held,
+            "plan_step": plan_step,
+        }
+        if self._steps is not None:
+            self._steps.append(self.last)
+
+    def begin(self) -> None:
+        """Begin an episode with the next request."""
+        self._begins = True
+
+    def message(self) -> dict[str, Any]:
+        """Return the entries that the next request contains in addition."""
+        entries: dict[str, Any] = {RESET: True} if self._begins and self._knows_episodes else {}
+        if self._steps is not None:
+            self._reported = len(self._steps)
+            entries[EXECUTED] = executed_report(self._steps)
+        return entries
+
+    def answered(self) -> None:
+        """Forget what the last request contained, now that it is answered."""
+        self._begins = False
+        for _ in range(min(self._reported, len(self._steps or ()))):
+            assert self._steps is not None
+            self._steps.popleft()
+        self._reported = 0
+
+    @property
+    def left(self) -> bool:
+        """Whether there are steps to report."""
+        return bool(self._steps)
