@@ -88,6 +88,21 @@ class Steady:
     def reset(self, rows=None): ...
 
 
+class Centring:
+    """Moves a camera's joints: pan to zero, lift to the brightness of its image."""
+
+    def __init__(self):
+        joints = Field((2,), low=-1.0, high=1.0, unit="rad", names=("pan", "lift"))
+        self.spec = PolicySpec({STATE: joints, FRONT: Field((4, 6, 3), "uint8", 0, 255)}, joints, 1, 1, 1, 1, 10.0)
+
+    def act(self, observation, generator, *, deterministic=False):
+        brightness = observation[FRONT][:, -1].float().mean((1, 2, 3)) / 255
+        actions = torch.stack([torch.zeros_like(brightness), brightness], 1)[:, None]
+        return Decision(actions, {}, torch.zeros(len(actions), 1), torch.ones(len(actions), 1, dtype=torch.bool))
+
+    def reset(self, rows=None): ...
+
+
 def ahead():
     """A flow of two-dimensional actions that predicts eight steps and executes four."""
     config = DenoisingPolicyConfig(kind=PolicyKind.FLOW, width=32, sampling_steps=4, chunk=4, prediction_steps=8)
@@ -97,6 +112,7 @@ def ahead():
 POLICIES = {
     "ahead": ahead,
     "steady": Steady,
+    "centring": Centring,
     "echo": Echo,
     "odd": Odd,
     "noisy": lambda: Odd(noise=True),
