@@ -4,7 +4,13 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from robopolicy.configuration.sections.act import DeploySection, EvaluateSection, InferenceSection, OptimizeSection
+from robopolicy.configuration.sections.act import (
+    DeploySection,
+    EvaluateSection,
+    ExportSection,
+    InferenceSection,
+    OptimizeSection,
+)
 from robopolicy.configuration.sections.detect import DetectSection
 from robopolicy.configuration.sections.learn import (
     DistillSection,
@@ -65,6 +71,7 @@ class Config:
     teach: TeachSection = field(default_factory=TeachSection)
     distill: DistillSection = field(default_factory=DistillSection)
     optimize: OptimizeSection = field(default_factory=OptimizeSection)
+    export: ExportSection = field(default_factory=ExportSection)
     inference: InferenceSection = field(default_factory=InferenceSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     success: SuccessSection = field(default_factory=SuccessSection)

@@ -5,6 +5,7 @@ policy; see `robopolicy.inference.chunking.Chunking`.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 from robopolicy.core.errors import ConfigError
@@ -25,6 +26,13 @@ CHUNKINGS = Registry(
         "lerobot_rtc": "robopolicy.inference.rtc:lerobot_rtc",
     },
 )
+
+
+class ExportFormat(Enum):
+    """File format of an exported policy."""
+
+    ONNX = "onnx"
+    TORCHSCRIPT = "torchscript"
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ class LanguageModel(nn.Module):
         self._run(
             self.decoder,
             inputs_embeds=self._embedding(tokens),
-            attention_mask=text.long(),
+            attention_mask=_attention_mask(text, tokens.shape[1]),
             position_ids=_counted(text),
             past_key_values=cache,
         )
@@ -224,7 +224,7 @@ class LanguageModel(nn.Module):
         output = self._run(
             self.decoder,
             inputs_embeds=embeddings,
-            attention_mask=reading.seen.long(),
+            attention_mask=_attention_mask(reading.seen, embeddings.shape[1]),
             position_ids=position,
             past_key_values=reading.cache,
         )
@@ -319,6 +319,18 @@ def _in_its_weights_precision(module: nn.Module, given: Any, made: Tensor) -> Te
 def _counted(text: Tensor) -> Tensor:
     """Return the position ids [N, L] of padded texts, text mask [N, L] bool; each counts from its first token."""
     return (text.long().cumsum(-1) - 1).clamp_min(0)
+
+
+def _attention_mask(seen: Tensor, steps: int) -> Tensor:
+    """Return the mask with which the last `steps` of L entries attend causally to those in `seen` [N, L] bool.
+
+    transformers makes its own from `seen`, but not while torch traces, when sizes are tensors.
+    """
+    if not torch.jit.is_tracing():
+        return seen.long()
+    length = seen.shape[1]
+    causal = torch.arange(length) <= torch.arange(length - steps, length)[:, None]
+    return (~(causal & seen[:, None, None])).float() * torch.finfo(torch.float32).min
 
 
 def _next_positions(reading: Reading, embeddings: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,7 @@ NAMES = (
     "teach",
     "distill",
     "optimize",
+    "export",
     "pipeline",
     "sweep",
     "success",

@@ -9,7 +9,7 @@ from robopolicy.client.element_kinds import POSITIONS
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative
 from robopolicy.core.structured import REGISTRY
-from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.configuration import ExportFormat, InferenceConfig
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,22 @@ class InferenceSection(InferenceConfig):
         super().__post_init__()
         if self.engine == AUTO and (self.sampler or self.precision != "fp32"):
             raise ConfigError("inference.sampler and inference.precision need an engine: set inference.engine=lean.")
+
+
+@dataclass(frozen=True)
+class ExportSection:
+    """A policy as one program that runs without robopolicy."""
+
+    policy: Path | None = None
+    """Checkpoint of the policy."""
+    format: ExportFormat = ExportFormat.ONNX
+    """onnx (any ONNX runtime; extra `export`) or torchscript (torch alone, in Python or C++)."""
+    instruction: str = ""
+    """Instruction of a policy that reads one: it becomes part of the program. Empty for the policy's only one."""
+    batch_size: Count = 1
+    """Rows per call of a program with an instruction; other programs take any number of rows."""
+    output: Path | None = None
+    """File to write, with a .json and a .md of the same name; null for the checkpoint's name with .onnx or .pt."""
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ class MaskedDecoding(nn.Module):
             proposal = log_probabilities.argmax(-1) if deterministic else _draw(log_probabilities, draws[:, step])
             drawn_logp = _of_tokens(log_probabilities, proposal)
             confidence = drawn_logp.masked_fill(committed_mask, -torch.inf)
-            committed = confidence.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+            committed = _largest(confidence, count)
             order.scatter_(1, committed, step)
             now = order == step
             tokens, logp = torch.where(now, proposal, tokens), torch.where(now, drawn_logp, logp)
@@ -343,6 +343,13 @@ def _draw(logp: Tensor, uniform: Tensor) -> Tensor:
     cumulative = logp.exp().cumsum(-1)
     # scaled by the last entry, which rounding leaves a little off 1
     return (cumulative <= (uniform[..., None] * cumulative[..., -1:])).sum(-1).clamp_max(logp.shape[-1] - 1)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Return the indices [N, count] of the largest values [N, K], the earlier of equal ones first."""
+    if torch.jit.is_tracing():  # ONNX has no stable sort, but its TopK takes the earlier of equal values
+        return values.topk(count).indices
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _of_tokens(every: Tensor, tokens: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ class TokenPolicy(nn.Module):
     def generate_actions(self, prompt: Prompt, generator: torch.Generator, *, deterministic: bool) -> Decision:
         """Generate actions [B, C, A] after a prompt; see `act`."""
         latents, logp = self.decoding.sample(self._action_language, prompt, generator, deterministic=deterministic)
-        mask = torch.full(logp.shape, not deterministic, device=logp.device)
+        mask = torch.zeros_like(logp, dtype=torch.bool) if deterministic else torch.ones_like(logp, dtype=torch.bool)
         return self._decision(latents, logp, mask)
 
     @torch.no_grad()
