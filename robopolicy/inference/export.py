@@ -144,12 +144,13 @@ def export(policy: Policy, path: Path, kind: ExportFormat, instruction: str = ""
         warnings.simplefilter("ignore")  # of everything that a trace makes constant, which is meant
         try:
             if kind is ExportFormat.ONNX:
+                torch._C._jit_set_onnx_log_enabled(False)  # or a failure prints the whole graph
                 names: dict[str, Any] = {"input_names": list(program.names), "output_names": [ACTIONS]}
                 torch.onnx.export(
                     program, examples, str(path), dynamo=False, opset_version=OPSET, dynamic_axes=axes, **names
                 )
             else:
-                torch.jit.trace(program, examples, check_trace=False).save(str(path))
+                cast(Any, torch.jit.trace(program, examples, check_trace=False)).save(str(path))
         except Exception as error:  # whatever of a policy's code a trace cannot follow
             path.unlink(missing_ok=True)
             raise ConfigError(

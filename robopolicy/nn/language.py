@@ -326,7 +326,7 @@ def _attention_mask(seen: Tensor, steps: int) -> Tensor:
 
     transformers makes its own from `seen`, but not while torch traces, when sizes are tensors.
     """
-    if not torch.jit.is_tracing():
+    if not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return seen.long()
     length = seen.shape[1]
     causal = torch.arange(length) <= torch.arange(length - steps, length)[:, None]

@@ -347,7 +347,8 @@ def _draw(logp: Tensor, uniform: Tensor) -> Tensor:
 
 def _largest(values: Tensor, count: int) -> Tensor:
     """Return the indices [N, count] of the largest values [N, K], the earlier of equal ones first."""
-    if torch.jit.is_tracing():  # ONNX has no stable sort, but its TopK takes the earlier of equal values
+    # ONNX has no stable sort, but its TopK takes the earlier of equal values
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return values.topk(count).indices
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
