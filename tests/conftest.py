@@ -15,7 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from tiny_runs import made_once, root  # noqa: F401  fixtures
+
+# On a loaded machine a draw may take seconds; tests are not timed.
+settings.register_profile("untimed", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("untimed")
 
 SET_NUM_THREADS = torch.set_num_threads
 LONG_AS_A_WHOLE = re.compile(r"^pytestmark = .*pytest\.mark\.(long|slow)\b", re.MULTILINE)

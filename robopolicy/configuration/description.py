@@ -18,7 +18,7 @@ _BARE = re.compile(r"(?<![\w.:/\[({'\"-])([a-z][a-z0-9_]*)=(?=[\w\[{\"'-])")
 RARE = {
     "FinetuneConfig": "branch_width packed_images proximal_decay teacher_decay_fraction actor_warmup weight_decay"
     " gradient_clip clip_rate fsdp overlap_evaluation critic_learning_rate",
-    "TrainSection": "exclude_episodes",
+    "TrainSection": "exclude_episodes rename",
     "FinetuneSection": "critic_width expert",
     "FitConfig": "warmup final_rate weight_decay gradient_clip ema_decay ema_power log_every checkpoint_every",
     "DistillConfig": "teacher_chain_fraction",
@@ -36,6 +36,7 @@ RARE = {
     " autoencoder_step_fraction readout_step_fraction memory_noise present_noise repeat_present_fraction"
     " bootstrap_steps change_threshold",
     "ReadoutConfig": "positive_fraction imagined_fraction members",
+    "CriticFitConfig": "redraw_every",
     "IqlConfig": "max_weight",
     "SacConfig": "target_entropy entropy_backup actor_learning_rate",
     "GateSection": "metric per_decision",

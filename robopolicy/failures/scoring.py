@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.stats import mannwhitneyu
 
 from robopolicy.core.arrays import Array
 from robopolicy.evaluation.success import counted_rate
@@ -25,6 +24,8 @@ def auroc(failed: Array, succeeded: Array) -> float | None:
     """
     if not (len(failed) and len(succeeded)):
         return None
+    from scipy.stats import mannwhitneyu  # seconds to import: who scores, pays
+
     result: Any = mannwhitneyu(failed, succeeded)
     return float(result.statistic) / (len(failed) * len(succeeded))
 
