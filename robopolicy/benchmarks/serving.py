@@ -35,6 +35,7 @@ PACED, FAST = 12.0, 6.0
 """Seconds of a round at the pace of the robots, and as fast as answers come."""
 FRONT = "observation.images.front"
 ARMS = ("plain", "recording")
+STARTS_WITHIN = 300.0
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
@@ -48,6 +49,8 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
     with served(checkpoint) as plain, served(checkpoint, f"serve.record={root / 'data'}") as recording:
         ports = dict(zip(ARMS, (plain, recording), strict=True))
         for number in range(config.bench.rounds + 1):
+            if number == 1:
+                wait_for_writer(recording)
             for arm in ARMS if number % 2 else reversed(ARMS):
                 seconds, _ = asked(ports[arm], PACED, CHUNK / FPS)
                 _, count = asked(ports[arm], FAST, 0.0)
@@ -95,6 +98,13 @@ def gauge(port: int, name: str) -> int:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     return int(float(next(line for line in lines if line.startswith(f"{name} ")).split()[1]))
+
+
+def wait_for_writer(port: int) -> None:
+    """Wait until the process that writes has started, which takes long on a busy machine."""
+    until = time.monotonic() + STARTS_WITHIN
+    while not gauge(port, "robopolicy_recorded_steps") and time.monotonic() < until:
+        time.sleep(1.0)
 
 
 def asked(port: int, seconds: float, every: float) -> tuple[list[float], int]:
@@ -146,9 +156,11 @@ def robot(port: int, seconds: float, every: float, offset: float, latencies: lis
         while due < until:
             time.sleep(max(due - time.perf_counter(), 0.0))
             begin = time.perf_counter()
-            executed = {**report, "step": count + CHUNK * (len(latencies) - 1), "time": begin + 1e-6 * count}
-            client.infer({**frames[-1], **({EXECUTED: executed if latencies else {}} if reports else {})})
+            client.infer({**frames[-1], **({EXECUTED: {}} if reports else {})})
             end = time.perf_counter()
+            if reports:
+                steps = count + CHUNK * len(latencies)
+                client.infer({EXECUTED: {**report, "step": steps, "time": begin + 1e-6 * count}})
             latencies.append(end - begin)
             due = due + every if every else end
         client.reset()

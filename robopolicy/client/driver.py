@@ -35,7 +35,7 @@ from .keys import QUEUE, TASK
 from .notices import Notices, far_from_training_data
 from .policy_client import RefusedError
 from .policy_description import ActionLimits, described_policy
-from .protocol import DELAY, FAILURE, PLAN, POLICY, SESSION
+from .protocol import DELAY, EXECUTED, FAILURE, PLAN, POLICY, RESET, SESSION
 from .training_ranges import TrainingRanges
 
 BACK_OFF = 0.1, 5.0
@@ -187,6 +187,8 @@ class Driver:
         self._ask_after = 0.0
         self._late = False
         self._executed = ExecutedSteps(client.metadata, 2 * (described.chunk + described.overlap))
+        self._reporting: Future[Mapping[str, Any]] | None = None
+        self._knows_episodes = client.metadata.get("server") == "robopolicy"
         self.reset()
 
     def _require_possible(self) -> None:
@@ -229,7 +231,8 @@ class Driver:
 
     def reset(self) -> None:
         """Start an episode: clear the history; a pending answer is not used."""
-        self._executed.begin()
+        self._report()
+        self._is_new = True
         self._frames: dict[str, np.ndarray] = {}
         self._task: str | None = None
         self._step, self._first = 0, True
@@ -246,13 +249,9 @@ class Driver:
 
     def close(self) -> None:
         """Report the last steps to a server that records, and stop sending requests; the client stays open."""
-        if self._executed.left and self.error is None:
-            self._executed.begin()
-            last = self._requests.send(
-                {**self._executed.message(), **({SESSION: self.session} if self.session else {})}
-            )
-            wait_for([last], timeout=ENDS_WITHIN)
-            self._executed.answered()
+        self._report()
+        if self._reporting is not None:
+            wait_for([self._reporting], timeout=ENDS_WITHIN)
         if self._owned:
             self._requests.close()
 
@@ -413,10 +412,26 @@ class Driver:
                 remaining = remaining[:0] if self._too_old(self._seen) else remaining
                 message[PLAN] = remaining.astype(np.float32)
                 message[DELAY] = min(max(self._delays), len(remaining))
-            message.update(self._executed.message())
+            if self._is_new and self._knows_episodes:
+                message[RESET] = True
+            if self._executed.wanted:
+                message[EXECUTED] = {}
             self._request = self._requests.ask(message)
             self._unanswered = self._clock() if self._unanswered is None else self._unanswered
             self._asked = _Asked(self._step, self._clock(), self._held, self._shown)
+
+    def _report(self) -> None:
+        """Send the executed steps to a server that records, once the last report is answered; a failed one is sent
+        again.
+        """
+        if self._reporting is not None:
+            if not self._reporting.done():
+                return
+            if self._reporting.exception() is None:
+                self._executed.answered()
+            self._reporting = None
+        if report := self._executed.report():
+            self._reporting = self._requests.send({**report, **({SESSION: self.session} if self.session else {})})
 
     def _take_answer(self) -> None:
         """Replace the present chunk by an answer that has arrived."""
@@ -451,7 +466,8 @@ class Driver:
             self._later()
             return
         self.error, self._unanswered = None, None
-        self._executed.answered()
+        self._is_new = False
+        self._report()
         self._delays.append(self._step - request_state.step)
         took = self._clock() - observed_at
         if begins + len(chunk) <= self._step or self._too_old(observed_at):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .protocol import EXECUTED, RESET
+from .protocol import EXECUTED
 
 NUMBERS = {
     "step": np.int64,
@@ -43,17 +43,16 @@ def executed_report(executed: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class ExecutedSteps:
-    """Steps of one robot that its server does not know yet, and whether its next request begins an episode.
+    """Steps of one robot that its server does not know yet.
 
     A report that may be lost is repeated, and the server skips what it knows. metadata: of the server; most: number of
-    steps that are kept, the newest; last: the newest step, {} before the first.
+    steps that are kept, the newest; last: the newest step, {} before the first; wanted: whether the server records.
     """
 
     def __init__(self, metadata: Mapping[str, Any], most: int):
-        self._knows_episodes = metadata.get("server") == "robopolicy"
-        self._steps: deque[dict[str, Any]] | None = deque(maxlen=most) if metadata.get("records") is True else None
+        self.wanted = metadata.get("records") is True
+        self._steps: deque[dict[str, Any]] = deque(maxlen=most)
         self._reported = 0
-        self._begins = False
         self.last: dict[str, Any] = {}
 
     def add(
@@ -80,30 +79,18 @@ class ExecutedSteps:
             "held": held,
             "plan_step": plan_step,
         }
-        if self._steps is not None:
+        if self.wanted:
             self._steps.append(self.last)
 
-    def begin(self) -> None:
-        """Begin an episode with the next request."""
-        self._begins = True
-
-    def message(self) -> dict[str, Any]:
-        """Return the entries that the next request contains in addition."""
-        entries: dict[str, Any] = {RESET: True} if self._begins and self._knows_episodes else {}
-        if self._steps is not None:
-            self._reported = len(self._steps)
-            entries[EXECUTED] = executed_report(self._steps)
-        return entries
+    def report(self) -> dict[str, Any]:
+        """Return a message with the steps that the server does not know yet, {} if there are none to report."""
+        if not self._steps:
+            return {}
+        self._reported = len(self._steps)
+        return {EXECUTED: executed_report(self._steps)}
 
     def answered(self) -> None:
-        """Forget what the last request contained, now that it is answered."""
-        self._begins = False
-        for _ in range(min(self._reported, len(self._steps or ()))):
-            assert self._steps is not None
+        """Forget what the last report contained, now that it is answered."""
+        for _ in range(min(self._reported, len(self._steps))):
             self._steps.popleft()
         self._reported = 0
-
-    @property
-    def left(self) -> bool:
-        """Whether there are steps to report."""
-        return bool(self._steps)

@@ -120,8 +120,9 @@ DELAY = "robopolicy.delay"
 """Integer next to the remaining actions, 0 to n: how many of them will have been executed when the answer arrives."""
 
 EXECUTED = "robopolicy.executed"
-"""Mapping in a request to a server whose metadata says `records`: the control steps since the last request, {} for
-none; see `executed_report`.
+"""Mapping in a request to a server whose metadata says `records`: the control steps since the last report; see
+`executed_report`. A request with nothing else is answered without actions. {} next to an observation says that this
+robot reports its steps.
 """
 
 POLICY = "robopolicy.policy"

@@ -123,7 +123,8 @@ class Conversation:
             request_id = request.pop(REQUEST, None)
             if SEED in request:
                 session.seed(request.pop(SEED), served.device)
-            self._pop_executed(session, request)
+            if self._pop_executed(session, request) and not request:
+                return _settled(_packed({EXECUTED: True}, request_id))
             if _said(request.pop(RESET, False)):
                 self.server.end_episode(session)
                 session.reset()
@@ -139,9 +140,10 @@ class Conversation:
         self._compare(session, served, observation)
         return asyncio.create_task(self._answer(session, observation, remaining, arrived, request_id))
 
-    def _pop_executed(self, session: RobotSession, request: dict[Any, Any]) -> None:
-        """Take the control steps since its last request that a robot reports."""
-        if EXECUTED in request:
+    def _pop_executed(self, session: RobotSession, request: dict[Any, Any]) -> bool:
+        """Take the control steps that a robot reports; return whether it does."""
+        is_report = EXECUTED in request
+        if is_report:
             session.reports = True
             for step in pop_executed(request, session.spec, self.server.limits):
                 number = step.pop("step")
@@ -152,6 +154,7 @@ class Conversation:
                 session.last_step, session.reported_until = number, step["time"]
                 session.acting = {name: step[name] for name in ACTING}
                 self.server.record_executed(session, step)
+        return is_report
 
     def _compare(self, session: RobotSession, served: ServedPolicy, observation: Observation) -> None:
         """Hold the newest frames against the training data; log the elements that are far outside once a session."""

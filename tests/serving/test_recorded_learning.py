@@ -37,6 +37,8 @@ class Expert:
 
     def infer(self, message):
         self.reported.append(message["robopolicy.executed"])
+        if STATE not in message:
+            return {"robopolicy.executed": True}
         shown = {key: message[key][None] for key in (STATE, ENVIRONMENT_STATE) if key in message}
         return {
             "actions": self.expert.act(shown),
