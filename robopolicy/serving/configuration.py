@@ -68,12 +68,12 @@ class ServerConfig(FormerNames):
     """Folder of failure detectors that `robopolicy detect` stored: their indices and alarms are in every answer."""
     detectors: tuple[str, ...] = ("float",)
     """Detectors of that folder to use; [] for all."""
-    watch: bool = False
+    reload_on_change: bool = False
     """Serve a new checkpoint as soon as the folder or link of the policy changes. SIGHUP, and GET /reload with the key,
     do the same at once.
     """
     gate: Path | None = None
-    """Run folder of `robopolicy gate`: a new checkpoint is served only if the last verdict there accepted it."""
+    """Run folder of `robopolicy gate`: a new checkpoint is served only if the last result there accepted it."""
     canary: Fraction = 1.0
     """Share of the sessions that a new checkpoint answers during its probation."""
     probation: Positive = 60.0

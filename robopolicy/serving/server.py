@@ -183,7 +183,7 @@ class PolicyServer:
                 each.current.queue.start()
                 if not await warmed_up(each.current.queue, self.log, stop):
                     return
-                if self.settings.watch and each.path is not None:
+                if self.settings.reload_on_change and each.path is not None:
                     watching.append(asyncio.create_task(each.watch(WATCH_SECONDS)))
             server = await self._listen()
             port = next(iter(server.sockets)).getsockname()[1]

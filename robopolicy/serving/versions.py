@@ -307,7 +307,7 @@ async def _ended(queue: InferenceQueue) -> None:
 
 
 def fingerprint(folder: Path) -> tuple[Any, ...]:
-    """Return what changes when a checkpoint is replaced: where `folder` leads, and sizes and times of its files."""
+    """Return a value that changes when a checkpoint is replaced: real path, and sizes and times of its files."""
     try:
         place = Path(os.path.realpath(checkpoint_in(folder)))
         return (place, *sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in place.iterdir()))

@@ -4,7 +4,7 @@ Any openpi client can connect; images of other sizes are resized. plan.model=CHE
 to every policy call. inference.engine selects the inference engine (see robopolicy optimize). serve.chunking=rtc makes
 each new chunk continue the actions that the robot is executing. serve.record=FOLDER records everything,
 serve.detect=FOLDER watches for failures. A new checkpoint in place of the old one is served without restart on SIGHUP,
-or with serve.watch=true, and the old one comes back if it fails. To listen beyond loopback, set serve.host,
+or with serve.reload_on_change=true, and the old one comes back if it fails. To listen beyond loopback, set serve.host,
 serve.api_key (or ROBOPOLICY_API_KEY), and a certificate. Events are logged on standard error, one JSON object per line;
 /livez, /readyz and /metrics report the server's health.
 """

@@ -92,7 +92,7 @@ def state(value: float = 0.1) -> dict:
 def test_a_checkpoint_that_is_replaced_is_served_to_open_connections(tmp_path):
     folder = tmp_path / "checkpoint"
     save(folder)
-    with Server(folder, api_key=KEY, watch=True, probation=0.1) as server:
+    with Server(folder, api_key=KEY, reload_on_change=True, probation=0.1) as server:
         with pytest.raises(InvalidStatus, match="401"):
             connect(f"ws://127.0.0.1:{server.port}/events")
         header = {"Authorization": f"Api-Key {KEY}"}
