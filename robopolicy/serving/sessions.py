@@ -161,7 +161,7 @@ class RobotSession(Session):
         }
 
     def state(self) -> dict[str, Any]:
-        """Return what readers of events see, JSON-ready."""
+        """Return the state that readers of events see, JSON-ready."""
         failure = None if self.answer is None else self.answer.failure
         return {
             "session": self.name,
