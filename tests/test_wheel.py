@@ -178,6 +178,8 @@ def test_other_verbs(run, words, texts):
         (["check", "pusht"], "pusht"),
         (["check", "gymnasium:gym_aloha/AlohaInsertion-v0"], "aloha"),
         (["check", "gymnasium:dm_control/reacher-easy-v0"], "dmcontrol"),
+        (["check", "gymnasium:gym_hil/PandaPickCube-v0"], "hil"),
+        (["check", "gymnasium:lerobot_env_so101/SO101PickPlace-v0"], "so101"),
         (["convert", "demo.hdf5", "out"], "convert"),
         (["convert", "demo.zarr", "out"], "convert"),
         (["check", "demo.hdf5"], "convert"),

@@ -46,6 +46,12 @@ def load_policy(folder: Path | str | Checkpoint, device: torch.device | str = "c
         return loaded_policy
     kind = str(description.get("kind"))
     name = SAVED_AS.get(kind, kind)
+    if "auto_map" in description:
+        raise CheckpointError(
+            f"{folder} needs the Python code that its config.json names (auto_map), as OpenVLA and OpenVLA-OFT do, and "
+            "code of a checkpoint is never executed. A policy class of your own can wrap that model: see 'A policy' in "
+            "docs/guides/extend.md. LeRobot's smolvla, xvla, pi0, pi05 and pi0_fast load without code."
+        )
     if name not in POLICIES and name not in LEFT_BEHIND and ":" not in name:
         raise CheckpointError(
             f"{folder} contains '{kind}', not a policy.{did_you_mean(kind, SAVED_AS)} Policies are saved by "

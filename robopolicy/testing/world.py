@@ -79,7 +79,8 @@ def check_starts(make_world: MakeWorld, seeds: Array, tolerance: float) -> None:
     varied = any(not np.array_equal(unseeded[key], other[key]) for key in spec.observation)
     text = (
         "reset without seeds draws new initial states each time: identical episodes would count as one (if only the "
-        "images differ, check with world.cameras=[NAME])"
+        "images differ, check with world.cameras=[NAME]; some environments randomize only with an option, "
+        "world.options.env_options.NAME=true)"
     )
     promise(world, varied, text)
     world.close()

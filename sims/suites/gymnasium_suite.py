@@ -11,7 +11,14 @@ import numpy as np
 
 from robopolicy.core.action_bounds import clip_if_bounded
 from robopolicy.core.episode_rows import EpisodeRows, require_sizes
-from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, RobopolicyWarning, did_you_mean
+from robopolicy.core.errors import (
+    CameraError,
+    ConfigError,
+    NonFiniteError,
+    RobopolicyWarning,
+    did_you_mean,
+    extra_conflict,
+)
 from robopolicy.core.history import select, shifted_indices
 from robopolicy.core.machine import usable_threads
 from robopolicy.core.randomness import numpy_generator
@@ -60,7 +67,7 @@ class GymnasiumWorld:
     increase of its own reward times reward_scale, plus 1 at success), or "package.module:function", a potential (see
     `choose_reward`); success: "package.module:function", observation arrays [n] by key -> whether the task is done,
     "return >= NUMBER" or "return so far >= NUMBER", of the environment's own rewards, or "terminated"; without it
-    success_key: entry of `info` (default is_success, else success), see `SuccessRule`; seed_globals: seed Python's and
+    success_key: entry of `info` (default the first of SUCCESS_KEYS), see `SuccessRule`; seed_globals: seed Python's and
     numpy's global generators with every episode; clip_actions: whether actions are clipped to the declared bounds or
     passed unchanged (many environments declare bounds only formally); state_keys: entries of a dictionary observation
     that are the robot's own; own_task: whether to use the task text that the environment reports in every episode, if
@@ -355,10 +362,12 @@ def make_gymnasium_world(
     """
     check_options(options)
     family = family_of(env_id)
+    if family and (conflict := extra_conflict(family.extra)):
+        warnings.warn(f"'{env_id}' may fail:{conflict}", RobopolicyWarning, stacklevel=2)
     overrides = {"horizon": horizon, "instruction": instruction}
     settings = {
         "horizon": registered(env_id).max_episode_steps,
-        "instruction": words(env_id),
+        "instruction": (family and family.instruction(env_id)) or words(env_id),
         "own_task": instruction is None and family is None,  # what families call a task is no sentence
         **(family.options if family else {}),
         **{name: value for name, value in overrides.items() if value is not None},

@@ -81,8 +81,13 @@ def make_metaworld_world(
         batch_size,
         reward=Reward("progress", bonus=1.0, scale=reward_scale) if reward is None else reward,
         reward_scale=reward_scale,
-        success_key="success",
-        **{"clip_actions": True, "horizon": HORIZON, "instruction": instruction(task), **options},
+        **{
+            "success_key": "success",
+            "clip_actions": True,
+            "horizon": HORIZON,
+            "instruction": instruction(task),
+            **options,
+        },
     )
 
 

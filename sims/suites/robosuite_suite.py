@@ -33,6 +33,11 @@ INSTRUCTIONS = {
 """Instructions by task; the instructions of other tasks are derived from their names."""
 NOT_LEVELS = ("Wipe",)
 """Tasks whose reward marks single events instead of progress."""
+OBJECT_BY_CHANCE = {
+    "NutAssemblySingle": "NutAssemblySquare or NutAssemblyRound",
+    "PickPlaceSingle": "PickPlaceCan, PickPlaceMilk, PickPlaceBread or PickPlaceCereal",
+}
+"""Tasks that choose an object in every episode without a seed and show its entries alone -> tasks with one object."""
 
 
 def make_robosuite_world(
@@ -53,6 +58,11 @@ def make_robosuite_world(
     and when the extra is missing or does not work.
     """
     check_options(options)
+    if task in OBJECT_BY_CHANCE:
+        raise ConfigError(
+            f"robosuite's '{task}' chooses an object without a seed in every episode, and shows it alone: use "
+            f"{OBJECT_BY_CHANCE[task]}."
+        )
     tasks = robosuite_tasks()
     if task not in tasks:
         raise ConfigError(f"robosuite has no task '{task}'.{did_you_mean(task, tasks)}")

@@ -15,8 +15,8 @@ from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.registry import load_dotted
 from robopolicy.core.spec import NUMBER, least_return
 
-SUCCESS_KEYS = ("is_success", "success")
-"""Entries of `info` that are checked for success when the user names none."""
+SUCCESS_KEYS = ("is_success", "success", "succeed")
+"""Entries of `info` that are checked for success when the user names none; the first that it has is used."""
 TERMINATED = "terminated"
 """Value of `success` for tasks that the environment ends when they are done."""
 SO_FAR = re.compile(rf"return\s+so\s+far\s*>=\s*({NUMBER})")
@@ -82,8 +82,9 @@ class SuccessRule:
             key = next((key for key in SUCCESS_KEYS if info.get(key) is not None), None)
             if key is None:
                 return False
-            other = SUCCESS_KEYS[1]
-            if key != other and info.get(other) is not None:
+            for other in SUCCESS_KEYS:
+                if other == key or info.get(other) is None:
+                    continue
                 first, second = to_bool(info[key], f"info['{key}']"), to_bool(info[other], f"info['{other}']")
                 if first != second:
                     self._note(

@@ -42,6 +42,7 @@ SMALL = {
     ),
     "evaluate": ("evaluate.episodes=8", "evaluate.videos=1"),
     "rank": ("rank.episodes=8",),
+    "bakeoff": ("bakeoff.episodes=8", "gate.num_states=8"),
     "success": ("success.fit.steps=10", "success.batch_size=16", "success.config.width=16"),
     "drive": ("drive.episodes=1",),
     "doctor": ("doctor.episodes=4",),

@@ -98,6 +98,7 @@ def test_corrupt_files_are_named(folder: Path):
     ("change", "complaint"),
     [
         ({"kind": "ensemble_model"}, "contains 'ensemble_model', not a policy"),
+        ({"kind": None, "auto_map": {"AutoConfig": "modeling.Config"}}, "code of a checkpoint is never executed"),
         ({"format": 99}, "format 99"),
         ({"config": {"widht": 3}}, "widht"),
         ({"config": {"width": 32}}, "does not match"),

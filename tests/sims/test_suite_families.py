@@ -2,6 +2,7 @@
 
 import sys
 import types
+from functools import partial
 from importlib.util import find_spec
 
 import gymnasium
@@ -11,8 +12,8 @@ from gymnasium import spaces
 from gymnasium.envs.mujoco.inverted_pendulum_v5 import InvertedPendulumEnv
 from suite_toys import PointEnvironment
 
-from robopolicy.core.errors import ConfigError, require_extra
-from robopolicy.core.spec import STATE
+from robopolicy.core.errors import ConfigError, RobopolicyWarning, require_extra
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.testing.world import check_world
 from sims.registry import make_world, require_trusted
 from sims.suites.gymnasium_suite import GymnasiumWorld, make_gymnasium_world
@@ -57,6 +58,20 @@ def test_push_t_has_names_a_criterion_and_rewards_that_repeat(pusht):
     assert (own.rewards, own.horizon, own.instructions, own.success) == (("reward",), 7, ("go",), "so")
 
 
+@pytest.mark.parametrize("key", ["is_success", "success", "succeed"])
+def test_the_usual_keys_of_success_are_found(key):
+    world = GymnasiumWorld("toy", partial(PointEnvironment, success_name=key), 1, horizon=3, instruction="go")
+    assert world.spec.reports_success
+    world.close()
+
+
+def test_an_unsuitable_release_of_a_package_is_named_before_it_fails(pusht, monkeypatch):
+    said = " mujoco 3.10 is installed, and pusht works with another."
+    monkeypatch.setattr("sims.suites.gymnasium_suite.extra_conflict", lambda extra: said if extra == "pusht" else "")
+    with pytest.warns(RobopolicyWarning, match="'gym_pusht/PushT-v0' may fail: mujoco 3.10 is installed"):
+        make_world("gymnasium:gym_pusht/PushT-v0", 1).close()
+
+
 def test_the_increase_of_a_level_never_pays_for_waiting(pusht):
     world = make_world("gymnasium:gym_pusht/PushT-v0", 2, reward_scale=3.0)
     world.reset(seeds=[0, 1])
@@ -75,6 +90,8 @@ def test_a_family_without_its_package_names_the_extra_and_is_no_foreign_code(mon
         ("gym_pusht.envs", "pusht", "gym_pusht/PushT-v0"),
         ("gym_aloha", "aloha", "gym_aloha/AlohaInsertion-v0"),
         ("shimmy", "dmcontrol", "dm_control/reacher-easy-v0"),
+        ("gym_hil", "hil", "gym_hil/PandaPickCube-v0"),
+        ("lerobot_env_so101", "so101", "lerobot_env_so101/SO101PickCube-v0"),
     ):
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.setitem(gymnasium.registry, env_id, None)
@@ -189,11 +206,47 @@ def test_the_original_push_t_keeps_every_promise():
     check_world(lambda batch: make_world("gymnasium:gym_pusht/PushT-v0", batch, horizon=60), snapshots=False)
 
 
-def test_aloha_shows_its_joints():
+@pytest.mark.parametrize("task", ["TransferCube", "Insertion"])
+def test_aloha_shows_joints_and_objects_and_draws_when_asked(task):
     pytest.importorskip("gym_aloha")
-    world = make_world("gymnasium:gym_aloha/AlohaTransferCube-v0", 1)
-    assert world.spec.observation["observation.images.top"].shape == (64, 64, 3)
-    assert world.spec.observation[STATE].shape == (14,) and world.spec.fps == 50 and world.repeats
+    import gym_aloha  # noqa: F401 (registers its environments)
+
+    name = f"gym_aloha/Aloha{task}-v0"
+    world, own = make_world(f"gymnasium:{name}", 1), gymnasium.make(name, obs_type="pixels_agent_pos").unwrapped
+    start, (seen, _) = world.reset(seeds=[3]), own.reset(seed=3)
+    assert np.array_equal(world.render(camera="top", height=480, width=640)[0], seen["pixels"]["top"])
+    objects = own._env.physics.data.qpos[16:]
+    assert np.allclose(start[STATE][0, -1], seen["agent_pos"]) and np.allclose(start[ENVIRONMENT_STATE][0, -1], objects)
+    action = np.array([0, -0.9, 1.1, 0, -0.3, 0, 1.0] * 2)
+    for _ in range(3):
+        step, (seen, *_) = world.step(action[None, None]), own.step(action)
+    assert np.allclose(step.trace[STATE][0, -1], seen["agent_pos"], atol=1e-6)
+    spec = world.spec
+    assert spec.fps == 50 and world.repeats and spec.action.names[7] == "right_waist" and spec.horizon == 300
+    assert spec.instructions == (
+        "insert the peg into the socket" if task == "Insertion" else
+        "pick up the cube with the right arm and transfer it to the left arm",
+    )  # fmt: skip
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "gripper", "instruction"),
+    [
+        ("gym_hil/PandaPickCube-v0", (0.0, 2.0), "pick up the cube"),
+        ("gym_hil/PandaPickCubeBase-v0", (-1.0, 1.0), "pick up the cube"),
+        ("gym_hil/PandaArrangeBoxes-v0", (0.0, 2.0), "put every box on its target"),
+        ("lerobot_env_so101/SO101PickCube-v0", (0.0, 1.0), "pick up the cube"),
+        ("lerobot_env_so101/SO101PickPlace-v0", (0.0, 1.0), "put the cube on its goal"),
+    ],
+)
+def test_gym_hil_and_so101_are_known(name, gripper, instruction):
+    pytest.importorskip(name.partition("/")[0])
+    world = make_world(f"gymnasium:{name}", 2)
+    spec, first = world.spec, world.reset(seeds=[0, 1])
+    assert not np.array_equal(*first[ENVIRONMENT_STATE]) and world.repeats and spec.reports_success
+    assert spec.action.names[-1] == "gripper" and (spec.action.low[-1], spec.action.high[-1]) == gripper
+    assert spec.instructions == (instruction,) and spec.fps == 10 and "front" in world.available_cameras
     world.close()
 
 

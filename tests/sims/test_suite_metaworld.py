@@ -5,7 +5,6 @@ import importlib
 import numpy as np
 import pytest
 
-from robopolicy.cli import main
 from robopolicy.core.errors import ConfigError
 from robopolicy.testing.world import check_world
 from sims.registry import make_world
@@ -47,7 +46,7 @@ def test_the_expert_succeeds_and_progress_never_punishes_finishing(metaworld, ta
 
 
 def test_without_acting_nothing_is_gained(metaworld):
-    world = make_world("metaworld/push-v3", 2, horizon=30)
+    world = make_world("metaworld/push-v3", 2, horizon=30, success_key="success")
     world.reset(seeds=[1, 2])
     step = world.step(np.zeros((2, 30, 4)))
     assert (
@@ -85,16 +84,3 @@ def test_unknown_tasks_and_a_missing_extra_are_told(metaworld, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"robopolicy\[metaworld\]"):
         make_world("metaworld/push-v3", 1)
-
-
-@pytest.mark.slow
-def test_a_task_is_checked_collected_trained_examined_and_evaluated_by_its_name(metaworld, tmp_path):
-    world, root = "world.name=metaworld/reach-v3", f"run.root={tmp_path}"
-    assert main(["check", "metaworld/reach-v3", "world.options.horizon=14", root]) == 0
-    few = [world, root, "run.threads=1", "world.batch_size=4"]
-    assert main(["collect", *few, "collect.episodes=6", "collect.noise=[none]"]) == 0
-    assert main(["doctor", *few]) in (0, 1)
-    sizes = ["policy.width=32", "policy.depth=1", "train.fit.steps=20", "train.evaluate_episodes=4"]
-    assert main(["train", *few, *sizes, "world.options.horizon=32"]) == 0
-    (checkpoint,) = tmp_path.glob("train/*/*/checkpoint")
-    assert main(["evaluate", str(checkpoint), *few, "evaluate.episodes=4", "world.options.horizon=32"]) == 0

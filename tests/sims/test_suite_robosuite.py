@@ -91,6 +91,8 @@ def test_robots_and_controllers_reach_robosuite(toy):
         ("Lift", {"env_options": {"keys": ["cube_po"]}}, "Did you mean 'cube_pos'"),
         ("Lift", {"env_options": {"horizon": 9}}, r"world\.options\.horizon"),
         ("Lift", {"worker": 1}, "Did you mean 'workers'"),
+        ("PickPlaceSingle", {}, "use PickPlaceCan, PickPlaceMilk"),
+        ("NutAssemblySingle", {}, "use NutAssemblySquare or"),
     ],
 )
 def test_what_is_unknown_is_told(toy, name, options, text):
