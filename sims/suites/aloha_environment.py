@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.errors import ConfigError, did_you_mean, require_extra
 
 
 class AlohaStates(gymnasium.Wrapper):
@@ -17,7 +17,8 @@ class AlohaStates(gymnasium.Wrapper):
 
     agent_pos: joints of both arms [14], rad, and grippers from 0 (closed) to 1 (open); environment_state: position and
     quaternion w, x, y, z of each object [7 or 14]. The package itself draws three images of 640 x 480 in every step, in
-    which alone the objects are seen; here `painter` draws them, at any size, when they are needed.
+    which alone the objects are seen; here `painter` draws them, at any size, when they are needed. Targets far from the
+    joints let the simulation diverge, which is an error there; here it ends the episode, which has failed.
     """
 
     state_keys = ("agent_pos",)
@@ -37,6 +38,21 @@ class AlohaStates(gymnasium.Wrapper):
             {name: spaces.Box(-np.inf, np.inf, shape) for name, shape in shapes.items()}
         )
         self.painter = AlohaPainter(physics)
+        self._diverged = require_extra("dm_control.rl.control", "aloha").PhysicsError
+        self._seen: dict[str, np.ndarray] = {}
+
+    def reset(self, **options: Any) -> tuple[dict, dict]:
+        """Start an episode; options: `seed`."""
+        self._seen, info = self.env.reset(**options)
+        return self._seen, info
+
+    def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
+        """Run a control step towards the joints and grippers in `action` [14]."""
+        try:
+            self._seen, reward, *ends, info = self.env.step(action)
+        except self._diverged:
+            return self._seen, 0.0, True, False, {"is_success": False}
+        return self._seen, float(reward), ends[0], ends[1], info
 
 
 class AlohaPainter:

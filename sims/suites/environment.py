@@ -7,6 +7,7 @@ import contextlib
 import copy
 import inspect
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,11 +63,15 @@ def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env
     spec = copy.deepcopy(registered(env_id))
     spec.max_episode_steps, spec.order_enforce = None, False
     try:
-        environment = gymnasium.make(spec, disable_env_checker=True, **env_options)
-        draws = "rgb_array" in (environment.metadata or {}).get("render_modes", ())
-        if draws and not has_mujoco_state(environment) and takes_render_mode(type(environment.unwrapped)):
-            environment.close()
-            environment = gymnasium.make(spec, disable_env_checker=True, **{"render_mode": "rgb_array", **env_options})
+        with warnings.catch_warnings():
+            if family:
+                warnings.simplefilter("ignore")  # about the package's own code
+            environment = gymnasium.make(spec, disable_env_checker=True, **env_options)
+            draws = "rgb_array" in (environment.metadata or {}).get("render_modes", ())
+            if draws and not has_mujoco_state(environment) and takes_render_mode(type(environment.unwrapped)):
+                environment.close()
+                options = {"render_mode": "rgb_array", **env_options}
+                environment = gymnasium.make(spec, disable_env_checker=True, **options)
     except Exception as error:  # an environment is foreign code
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": ").removesuffix(".")
         conflict = extra_conflict(family.extra) if family else ""

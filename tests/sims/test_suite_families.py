@@ -221,6 +221,8 @@ def test_aloha_shows_joints_and_objects_and_draws_when_asked(task):
     for _ in range(3):
         step, (seen, *_) = world.step(action[None, None]), own.step(action)
     assert np.allclose(step.trace[STATE][0, -1], seen["agent_pos"], atol=1e-6)
+    far = world.step(np.resize([-3.1, 1.2], (1, 50, 14)))
+    assert far.terminated[0] and not far.success[0], "a simulation that diverges ends the episode"
     spec = world.spec
     assert spec.fps == 50 and world.repeats and spec.action.names[7] == "right_waist" and spec.horizon == 300
     assert spec.instructions == (
