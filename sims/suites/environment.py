@@ -23,7 +23,7 @@ from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, extra_c
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.registry import import_named
 from robopolicy.core.spec import Field
-from sims.suites.families import FamilyMember, family_of
+from sims.suites.families import family_of
 from sims.suites.layout import (
     CHOICES,
     GOAL_KEYS,
@@ -78,7 +78,7 @@ def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env
         raise ConfigError(
             f"'{env_id}' could not be created with the options {dict(env_options)}: {text}.{conflict}"
         ) from error
-    return FamilyMember(environment, family) if family else environment
+    return family.wrapped(environment) if family else environment
 
 
 def takes_render_mode(kind: type) -> bool:

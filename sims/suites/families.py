@@ -46,6 +46,11 @@ class Family:
         """Return the task of an id in words; None when it is not known."""
         return next((text for part, text in self.instructions.items() if part in env_id), None)
 
+    def wrapped(self, environment: gymnasium.Env) -> gymnasium.Env:
+        """Return an environment of the package with its corrections."""
+        inner = load_dotted(self.wrapper, "Wrapper")(environment) if self.wrapper else environment
+        return FamilyMember(inner, self)
+
     def register(self) -> None:
         """Import the package. Raises ConfigError naming the extra when it is missing."""
         with (
@@ -141,7 +146,7 @@ class FamilyMember(gymnasium.Wrapper):
     """An environment with its family's corrections: names, true action bounds, bit-exact rewards."""
 
     def __init__(self, environment: gymnasium.Env, family: Family):
-        super().__init__(load_dotted(family.wrapper, "Wrapper")(environment) if family.wrapper else environment)
+        super().__init__(environment)
         flat = environment.observation_space.shape
         self.element_names = family.names if flat == (len(family.names),) else ()
         if environment.action_space.shape == (len(family.action_names),):

@@ -152,6 +152,8 @@ class OGBenchEnvironment(gymnasium.Wrapper):
     goal is not observed. Raises ConfigError when OGBench's observation differs from the expected one.
     """
 
+    action_names = ("dx", "dy", "dz", "dyaw", "gripper")
+
     def __init__(self, inner: Any, scattered: bool = False):
         super().__init__(inner)
         self._scattered = scattered

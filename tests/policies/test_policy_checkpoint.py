@@ -98,7 +98,6 @@ def test_corrupt_files_are_named(folder: Path):
     ("change", "complaint"),
     [
         ({"kind": "ensemble_model"}, "contains 'ensemble_model', not a policy"),
-        ({"kind": None, "auto_map": {"AutoConfig": "modeling.Config"}}, "code of a checkpoint is never executed"),
         ({"format": 99}, "format 99"),
         ({"config": {"widht": 3}}, "widht"),
         ({"config": {"width": 32}}, "does not match"),
@@ -112,6 +111,14 @@ def test_a_wrong_description_is_refused(folder: Path, change: dict, complaint: s
     (folder / "config.json").write_text(json.dumps({**description, **change}))
     with pytest.raises(CheckpointError, match=complaint):
         load_policy(folder)
+
+
+def test_a_folder_that_needs_its_own_code_is_refused(tmp_path: Path):
+    description = {"model_type": "openvla", "auto_map": {"AutoConfig": "configuration_prismatic.OpenVLAConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    (tmp_path / "configuration_prismatic.py").write_text("raise RuntimeError('executed')")
+    with pytest.raises(CheckpointError, match="code of a checkpoint is never executed"):
+        load_policy(tmp_path)
 
 
 def test_missing_weights_are_never_filled_in(folder: Path):

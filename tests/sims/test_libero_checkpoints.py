@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from lerobot_models import SIZE, pi_config, smolvla_config, tiny_pi, tiny_smolvlm, word_tokenizer
+from safetensors.torch import load_file
 from test_suite_libero import needs_libero
 
 from robopolicy.benchmarks.tiny_vla import pi_processors
@@ -74,7 +75,8 @@ def test_a_checkpoint_is_evaluated_and_fine_tuned_by_path(kind, tmp_path):
 
         assert main(["finetune", f"finetune.policy={folder}", *WORLD, *batch, *SMALL]) == 0
         (tuned,) = tmp_path.glob("finetune/**/last")
-        before, after = load_policy(folder), load_policy(tuned)
-        assert after.spec.observation.keys() >= {*CAMERAS, STATE} and after.spec.action.shape == (7,)
-        changed = [name for name, value in before.state_dict().items() if not value.equal(after.state_dict()[name])]
+        spec = load_policy(tuned).spec
+        assert spec.observation.keys() >= {*CAMERAS, STATE} and spec.action.shape == (7,)
+        before, after = (load_file(each / "model.safetensors") for each in (folder, tuned))
+        changed = [name for name, value in before.items() if not value.equal(after[name])]
         assert changed, "fine-tuning left every weight as it was"

@@ -147,6 +147,7 @@ def test_robot_objects_and_goal_have_names(installed):
     assert len(state) == 19 and state[12] == "effector_pos[0]" and state[-1] == "gripper_contact[0]"
     assert len(objects) == 9 + 28 and objects[0] == "block_0_pos[0]" and objects[9] == "goal_joint_pos[0]"
     assert (spec.fps, spec.horizon, spec.action.shape) == (20, 200, (5,)) and spec.reports_success
+    assert spec.action.names == ("dx", "dy", "dz", "dyaw", "gripper")
     short = make_world("ogbench/scene-v0", 1, env_options={"use_oracle_rep": True}).spec
     names = short.observation[ENVIRONMENT_STATE].names
     assert short.horizon == 750 and [name for name in names if name.startswith("goal_")] == [
