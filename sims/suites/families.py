@@ -7,7 +7,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import gymnasium
@@ -73,19 +73,17 @@ MOTION = ("dx", "dy", "dz", "gripper")
 
 def hil_families(task: str, instruction: str, **env_options: Any) -> tuple[Family, Family]:
     """Return the families of a task of gym-hil: in steps of 2.5 cm without the pause at reset, and in metres."""
-    # Blocks are placed by numpy's global generator.
-    common = {"options": {"seed_globals": True}, "instructions": {task: instruction}}
     steps = Family(
         (f"gym_hil/{task}-",),
         "gym_hil",
         "hil",
+        options={"seed_globals": True},  # blocks are placed by numpy's global generator
         env_options={**env_options, "reset_delay_seconds": 0.0},
+        instructions={task: instruction},
         action_names=MOTION,
-        **common,
     )
     names = (*MOTION[:3], "rx", "ry", "rz", MOTION[3])
-    base = Family((f"gym_hil/{task}Base-",), "gym_hil", "hil", env_options=env_options, action_names=names, **common)
-    return steps, base
+    return steps, replace(steps, prefixes=(f"gym_hil/{task}Base-",), env_options=env_options, action_names=names)
 
 
 FAMILIES = (
