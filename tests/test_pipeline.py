@@ -188,6 +188,20 @@ def test_sight_composes_and_its_student_sees_what_its_teacher_does_not(task: str
     assert stages["tuned"][1].finetune.expert_datasets == (tmp_path / "collect/demonstrations/0/dataset",)
 
 
+def test_libero_composes_and_its_table_compares_what_it_trained(tmp_path: Path):
+    stages = stages_of(compose(["recipe=libero", "run.seed=3"]), tmp_path)
+    assert [verb for verb, _ in stages.values()] == ["collect", "train", "online", "evaluate"]
+    imitation, tuned = (tmp_path / verb / "3" / "checkpoint" for verb in ("train/imitation", "online/tuned"))
+    online, table = stages["tuned"][1], stages["table"][1]
+    assert online.online.policy == table.evaluate.base == imitation and table.evaluate.policy == tuned
+    assert online.online.dataset == tmp_path / "collect" / "demonstrations" / "3" / "dataset"
+    # exact physics and LIBERO's time limit, except while it learns
+    assert [name for name, (_, each) in stages.items() if each.world.options] == ["tuned"]
+    assert table.evaluate.episodes == 500 and {each.world.name for _, each in stages.values()} == {
+        "libero/libero_object"
+    }
+
+
 @pytest.mark.parametrize("task", ["push_t", "pick_place"])
 def test_rl100_composes_for_every_task(task: str, tmp_path: Path):
     config = compose(["recipe=rl100", f"pipeline.recipe={task}", "run.seed=3"])

@@ -3,6 +3,7 @@
 - sims: robopolicy's engine, pure physics, gymnasium's vector environments on the same scene, and Meta-World,
   interleaved in one process.
 - libero: CPU time of a control step of LIBERO, in its own environment and in robopolicy's, with and without cameras.
+- libero_replay: success in the same control step as in LIBERO's own environment, from the same actions.
 - metaworld: the same of Meta-World, for 1, 16 and 64 rows, next to EnvPool where it is installed.
 - robosuite: CPU time of a control step of robosuite's tasks, by robosuite and by robopolicy.
 - recipes: demonstrations, pre-training and fine-tuning by recipe name, per seed.
@@ -96,6 +97,7 @@ BENCHMARKS = Registry(
         for name in (
             "sims",
             "libero",
+            "libero_replay",
             "metaworld",
             "robosuite",
             "recipes",

@@ -413,3 +413,27 @@ def test_collect_train_and_evaluate_end_in_a_table_by_task(tmp_path, capsys):
     by_task = json.loads((tmp_path / "figures.json").read_text())["policy"]["deterministic"]["by_task"]
     assert next(iter(by_task)) == "0 open the middle drawer of the cabinet" and len(by_task) == 10
     assert all(figures["episodes"] == 1 for figures in by_task.values())
+
+
+@needs_libero
+@pytest.mark.slow
+def test_the_recipe_runs_from_demonstrations_to_a_table_of_base_and_tuned(tmp_path, capsys):
+    everywhere = ["world.name=libero/libero_object:0", "world.batch_size=2", "policy.width=32", "online.agent.width=16"]
+    horizon, changes = "world.options.horizon=16", {"demonstrations": ["collect.episodes=2"]}
+    changes["imitation"] = ["train.fit.steps=3"]
+    changes["tuned"] = [horizon, "online.steps=96", "online.warmup=32", "online.evaluate_episodes=2"]
+    changes["table"] = [horizon, "evaluate.episodes=2", "evaluate.videos=0"]
+    listed = [f"pipeline.changes.{stage}={json.dumps(settings)}" for stage, settings in changes.items()]
+    asked = ["recipe=libero", f"pipeline.overrides={json.dumps(everywhere)}", *listed, f"run.root={tmp_path}"]
+    assert main(["pipeline", *asked, "run.threads=1"]) == 0
+    stages = json.loads((tmp_path / "pipeline/libero/0/result.json").read_text())["stages"]
+    assert list(stages) == ["demonstrations", "imitation", "tuned", "table"]
+    assert stages["demonstrations"]["world_steps"] > 100 and stages["tuned"]["world_steps"] == 96
+    table = json.loads((tmp_path / "pipeline/libero/0/evaluate/table/0/result.json").read_text())
+    assert table["base"]["deterministic"]["episodes"] == table["policy"]["deterministic"]["episodes"] == 2
+    checkpoint = tmp_path / "pipeline/libero/0/online/tuned/0/checkpoint"
+    replay = ["libero_replay", "bench.only=[libero_object:0]", f"json={tmp_path / 'replay.json'}"]
+    settings = [f"evaluate.policy={checkpoint}", "evaluate.episodes=10", horizon]
+    assert main(["bench", *replay, f"bench.overrides={json.dumps(settings)}", f"run.root={tmp_path}"]) == 0
+    (task,) = json.loads((tmp_path / "replay.json").read_text())["tasks"].values()
+    assert task["ours"] == task["theirs"] and task["difference"] < 1e-5

@@ -26,11 +26,13 @@ class BenchSection:
     test_time_planning, offline, online, gate and rl100.
     """
     seeds: Annotated[tuple[Seed, ...], NonEmpty()] = (0, 1, 2)
-    """Random seeds, one run per seed; used by all benchmarks except sims, libero, robosuite and metaworld."""
+    """Random seeds, one run per seed; used by all benchmarks except sims, libero, libero_replay, robosuite and
+    metaworld.
+    """
     only: tuple[str, ...] = ()
     """Parts of the benchmark to run: recipes, methods (algorithms), policies (collection, inference), chunkings
     (delay), ablations (mechanisms), experimental arms (edge_of_reach, imagination, online, language, sight), plans
-    (test_time_planning), kinds of model (ranking) or parts (gate: candidates, rounds; offline: ways, agents,
+    (test_time_planning), kinds of model (ranking), suites (libero_replay) or parts (gate: candidates, rounds; offline: ways, agents,
     deployment, corrections; gpu: physics, states, cameras, smolvla, world_models, inference); [] for all.
     """
     tiny: bool = False
