@@ -406,7 +406,7 @@ class Row:
 
 
 def _builder(task: LiberoTask) -> Any:
-    """Return LIBERO's own environment of a task, whose model is compiled without textures."""
+    """Return LIBERO's own environment of a task, whose model is compiled for physics alone."""
     wrapper = imported("libero.libero.envs.env_wrapper")
     kinds = imported("libero.libero.envs.bddl_base_domain").TASK_MAPPING
     with quiet():
@@ -415,7 +415,7 @@ def _builder(task: LiberoTask) -> Any:
 
         def initialize(self: Any, xml_string: str | None = None) -> None:
             self.full_xml = xml_string or self.model.get_xml()
-            kind._initialize_sim(self, without_textures(self.full_xml))
+            kind._initialize_sim(self, without_looks(self.full_xml))
 
         named = type(kind.__name__, (kind,), {"_initialize_sim": initialize})
         kinds[problem] = named
@@ -430,12 +430,24 @@ def _builder(task: LiberoTask) -> Any:
     return inner
 
 
-def without_textures(xml: str) -> str:
-    """Return a model's description without textures, and with a small arena."""
+def without_looks(xml: str) -> str:
+    """Return a model's description without textures and meshes that are only seen, and with a small arena.
+
+    What is only seen has no mass (robosuite infers inertia from geoms of group 0), so the physics stay the same. Its
+    geoms stay too, as spheres, since robosuite looks them up by name.
+    """
     root = ElementTree.fromstring(xml)
+    for geom in root.iter("geom"):
+        if geom.get("type") == "mesh" and geom.get("contype") == geom.get("conaffinity") == "0" != geom.get("group"):
+            geom.attrib.pop("mesh")
+            geom.attrib |= {"type": "sphere", "size": "0.001"}
+    used = {geom.get("mesh") for geom in root.iter("geom")}
     for asset in root.iter("asset"):
         for texture in asset.findall("texture"):
             asset.remove(texture)
+        for mesh in asset.findall("mesh"):
+            if mesh.get("name") not in used:
+                asset.remove(mesh)
         for material in asset.findall("material"):
             material.attrib.pop("texture", None)
     for size in root.findall("size"):
