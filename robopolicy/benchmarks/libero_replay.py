@@ -132,7 +132,7 @@ def replayed(theirs: Any, state: np.ndarray, actions: np.ndarray) -> tuple[int, 
     """
     turn_of = imported("robosuite.utils.transform_utils").quat2axisangle
     with quiet():
-        theirs.reset()
+        seen = theirs.reset()
         theirs.set_init_state(state)
         for _ in range(SETTLE):
             seen = theirs.step(HOLD)[0]
