@@ -51,7 +51,8 @@ class Program(nn.Module):
 
     def __init__(self, policy: Policy, instruction: str, rows: int):
         super().__init__()
-        self.policy, self.instruction, self.rows = policy, instruction, rows
+        self.policy = policy
+        self.instruction, self.rows = instruction, rows
         self.keys = tuple(policy.spec.observation)
         self.noise_shape = policy.noise_shape if isinstance(policy, DecidesFromNoise) else None
 
