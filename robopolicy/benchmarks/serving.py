@@ -142,9 +142,13 @@ def caught(function: Callable[..., None], errors: list[Exception]) -> Callable[.
 def robot(port: int, seconds: float, every: float, offset: float, latencies: list[float]) -> None:
     """Ask as one robot, with an episode per call; append the seconds of every answer."""
     draws = np.random.default_rng(int(1000 * offset))
+    slope = np.add.outer(np.arange(IMAGE), np.arange(IMAGE))[..., None]
     frames = [
-        {STATE: draws.normal(size=8).astype(np.float32), FRONT: draws.integers(0, 255, (IMAGE, IMAGE, 3), np.uint8)}
-        for _ in range(CHUNK)
+        {
+            STATE: draws.normal(size=8).astype(np.float32),
+            FRONT: (slope + 4 * place + draws.integers(0, 8, (IMAGE, IMAGE, 3))).astype(np.uint8),
+        }
+        for place in range(CHUNK)
     ]
     step = {"action": np.zeros(7), "operator": "", "actor": 0, "segment": 0, "held": False, "plan_step": 0}
     report = executed_report([{**step, "observation": frame, "step": 0, "time": 0.0} for frame in frames])

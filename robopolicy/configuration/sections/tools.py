@@ -18,8 +18,8 @@ class BenchSection:
     name: str = "sims"
     """A benchmark listed by the help of bench, or the import path of a custom one."""
     rounds: Natural = 13
-    """sims, libero, robosuite, metaworld, collection and inference: rounds of timing, in which the compared methods
-    take turns; algorithms: 0 skips timing an iteration.
+    """sims, libero, robosuite, metaworld, collection, inference, serving and workers: rounds of timing, in which the
+    compared methods take turns; algorithms: 0 skips timing an iteration.
     """
     tasks: Annotated[tuple[str, ...], NonEmpty()] = ("push_cube", "pick_place")
     """Tasks to run; used by the benchmarks algorithms, collection, inference, sight, delay, ranking, imagination,
