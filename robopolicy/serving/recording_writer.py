@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from robopolicy.client.images import resize_with_padding
@@ -41,6 +42,8 @@ SECONDS = 10.0
 """Seconds that a finished episode may wait for others, which are then written together."""
 PENDING = 128 * 2**20
 """Bytes of finished episodes that are written at once."""
+ENDS_WITHIN = 60.0
+"""Seconds to wait for another process that records to the folder."""
 LONGEST = 256 * 2**20
 """Bytes after which an episode is cut in two: clients of other projects never end one."""
 
@@ -234,7 +237,10 @@ def main(folder: Path, source: BinaryIO) -> int:
     first = waiting.get()
     if first is None:
         return 0
+    lock = FileLock(folder.with_name(f".{folder.name}.robopolicy-lock"), timeout=ENDS_WITHIN)
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()  # the writing process of a killed server may have some left
         writer = Writer(folder, first["description"], first["limit"])
         report(writer.counts)
         going = True
@@ -252,6 +258,9 @@ def main(folder: Path, source: BinaryIO) -> int:
             if writer.due or not going:
                 writer.write()
                 report(writer.counts)
+    except Timeout:
+        report({"error": f"Another process records to {folder}: choose another folder."})
+        return 1
     except RobopolicyError as error:
         report({"error": str(error)})
         return 1

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from robopolicy.client.protocol import pack
 from robopolicy.core.errors import DataError
@@ -16,6 +17,7 @@ from robopolicy.core.spec import STATE, Field
 from robopolicy.core.storage import read_json
 from robopolicy.data.lerobot_format import RECORDING
 from robopolicy.data.lerobot_reading import read_columns, read_dataset
+from robopolicy.serving import recording_writer
 from robopolicy.serving.recording import RecordedStep, RobotRecorder
 from robopolicy.serving.recording_writer import Writer, messages
 
@@ -114,6 +116,16 @@ def test_nothing_is_written_beyond_the_limit_nor_into_other_folders(tmp_path):
     (tmp_path / "other" / "file").write_text("mine")
     with pytest.raises(DataError, match="neither empty nor a LeRobotDataset"):
         Writer(tmp_path / "other", description(), 1e9)
+
+
+def test_two_processes_do_not_record_to_one_folder(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(recording_writer, "ENDS_WITHIN", 0.0)
+    monkeypatch.setattr(os, "nice", lambda by: 0)
+    first = pack({"description": description(), "limit": 1e9})
+    with FileLock(tmp_path / ".data.robopolicy-lock"):
+        assert recording_writer.main(tmp_path / "data", io.BytesIO(len(first).to_bytes(4, "big") + first)) == 1
+    assert "Another process records" in capfd.readouterr().out
+    assert recording_writer.main(tmp_path / "data", io.BytesIO(len(first).to_bytes(4, "big") + first)) == 0
 
 
 def test_a_half_message_ends_the_stream():
