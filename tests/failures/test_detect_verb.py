@@ -1,17 +1,25 @@
 """The verb `detect`: calibrates, scores with and without faults, stores what a server loads, refuses what changed."""
 
+import asyncio
 import json
 
 import numpy as np
 import pytest
 import torch
 
-from robopolicy.building.policies import load_policy
+from robopolicy.building.policies import load_acting, load_policy
 from robopolicy.cli import main
+from robopolicy.client.protocol import Limits
+from robopolicy.configuration import compose
 from robopolicy.core.errors import CheckpointError
 from robopolicy.core.policy import to_tensors
 from robopolicy.failures import DETECTORS
 from robopolicy.failures.watcher import load_watcher
+from robopolicy.serving.sessions import RobotSession
+from robopolicy.serving.telemetry import Log, Metrics
+from robopolicy.serving.versions import LoadedPolicy, PolicyVersions, ServerSettings
+from robopolicy.serving.warmup import blank_observation
+from robopolicy.verbs.serve import detectors
 from sims.registry import make_world
 
 pytestmark = pytest.mark.long
@@ -61,6 +69,28 @@ def test_detectors_are_scored_stored_and_loaded(root, capsys):
         load_watcher(stored, policy, policy, {**fitted_for, "engine": {"engine": "lean"}})
     with pytest.raises(CheckpointError, match="contains no failure detectors"):
         load_watcher(folder, policy, policy, fitted_for)
+
+
+def test_a_server_watches_with_the_stored_detectors(root):
+    checkpoint = root / "train" / "reach_planar" / "0" / "checkpoint"
+    folder = checkpoint.parent / "detectors"
+    config = compose([f"serve.policy={checkpoint}", f"serve.detect={folder}"])
+    policy = load_acting(config.inference, checkpoint)
+    loaded = LoadedPolicy(policy, "1", detectors(config, checkpoint, policy, True, torch.device("cpu")))
+    robot = RobotSession("robot", "", policy.spec, {}, Limits.of(policy.spec))
+
+    async def indices():
+        versions = PolicyVersions("", loaded, ServerSettings(port=0), Metrics(), Log())
+        versions.current.queue.start()
+        answers = [await versions.infer(robot, blank_observation(policy), None, ("", 0)) for _ in range(3)]
+        await versions.stop(5.0)
+        return [answer.failure.index for answer, _ in answers]
+
+    found = asyncio.run(indices())
+    assert [list(index) for index in found] == [["float"]] * 3
+    assert 0 <= found[0]["float"] <= found[1]["float"] <= found[2]["float"]
+    with pytest.raises(CheckpointError, match="no detector 'own'"):
+        load_watcher(folder, policy, policy, {}, ["own"])
 
 
 def test_another_engine_and_a_fault_that_is_impossible(root, capsys):
