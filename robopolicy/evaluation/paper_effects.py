@@ -61,7 +61,7 @@ def effect(paper: Paper) -> str:
 
 
 def values_at(figures: Mapping[str, Any], path: str) -> list[Any]:
-    """Return what stands at the end of a path, once per seed; raises DataError naming the key that is missing."""
+    """Return the values at the end of a path, one per seed; raises DataError naming the key that is missing."""
     found: list[Any] = [figures]
     for key in path.split("/"):
         if key == "*":
