@@ -14,23 +14,7 @@ import numpy as np
 
 from robopolicy.core.errors import DataError
 from robopolicy.core.former_names import keep_former_names
-
-
-def wilson(successes: int, episodes: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the Wilson score interval (low, high) of a success rate.
-
-    Raises DataError without episodes or with more successes than episodes. Source: Wilson 1927, eq. 3.
-    """
-    if episodes < 1 or not 0 <= successes <= episodes:
-        raise DataError(
-            f"{successes} successes in {episodes} episodes is not a success rate: evaluate at least one episode."
-        )
-    _check_confidence(confidence)
-    z, rate = NormalDist().inv_cdf(0.5 + 0.5 * confidence), successes / episodes
-    scale = 2 * (episodes + z**2)
-    centre = (2 * episodes * rate + z**2) / scale
-    half = z / scale * math.sqrt(4 * episodes * rate * (1 - rate) + z**2)
-    return 0.0 if successes == 0 else centre - half, 1.0 if successes == episodes else centre + half
+from robopolicy.evaluation.wilson import check_confidence, wilson
 
 
 def wilson_bound(rates: np.ndarray, episodes: np.ndarray, confidence: float = 0.95) -> np.ndarray:
@@ -41,7 +25,7 @@ def wilson_bound(rates: np.ndarray, episodes: np.ndarray, confidence: float = 0.
     """
     if np.any((rates < 0) | (rates > 1)) or np.any(episodes < 0):
         raise DataError(f"{rates} in {episodes} episodes are not success rates.")
-    _check_confidence(confidence)
+    check_confidence(confidence)
     z = NormalDist().inv_cdf(confidence)
     share = z * z / np.maximum(episodes, 1e-9)
     spread = np.sqrt(share * rates * (1 - rates) + np.square(share) / 4)
@@ -152,7 +136,7 @@ def percentile_interval(replicates: np.ndarray, confidence: float = 0.95) -> tup
 
     Raises DataError when fewer than half of the replicates are defined.
     """
-    _check_confidence(confidence)
+    check_confidence(confidence)
     defined = replicates[np.isfinite(replicates)]
     if 2 * len(defined) < len(replicates) or len(defined) == 0:
         raise DataError(
@@ -188,11 +172,6 @@ def _newcombe(both: int, improved: int, worsened: int, neither: int, confidence:
     low = difference - width(tuned_rate - tuned_low, base_high - base)
     high = difference + width(tuned_high - tuned_rate, base - base_low)
     return max(low, -1.0), min(high, 1.0)
-
-
-def _check_confidence(confidence: float) -> None:
-    if not 0 < confidence < 1:
-        raise DataError(f"confidence={confidence} must lie between 0 and 1, for example 0.95.")
 
 
 keep_former_names(__name__, {"shown": "plus_minus"})

@@ -17,7 +17,7 @@ from typing import Any
 
 from robopolicy.core.errors import DataError, did_you_mean
 from robopolicy.core.storage import resource
-from robopolicy.evaluation.intervals import wilson
+from robopolicy.evaluation.wilson import wilson
 from robopolicy.rl.papers import Paper
 
 ABLATIONS = "mechanisms"
