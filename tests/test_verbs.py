@@ -318,7 +318,7 @@ def test_serve_says_at_once_that_a_policy_without_a_rate_drives_no_robot(fps, mo
     policy, served = SimpleNamespace(spec=SimpleNamespace(fps=fps)), []
     monkeypatch.setattr(serve, "load_acting", lambda *_: policy)
     monkeypatch.setattr(serve, "with_planning", lambda *_: policy)
-    monkeypatch.setattr(serve, "serve", lambda *given: served.append(given))
+    monkeypatch.setattr(serve, "serve", lambda *given, **kinds: served.append(given))
     assert serve.run(compose(["serve.policy=folder"])) == 0
     notes = [str(note.message) for note in recwarn if note.category is RobopolicyWarning]
     assert len(served) == 1
@@ -330,7 +330,7 @@ def test_serve_says_at_once_that_a_policy_without_a_rate_drives_no_robot(fps, mo
 def test_serve_says_an_address_to_connect_to(certificate, address, monkeypatch, capsys):
     monkeypatch.setattr(serve, "load_acting", lambda *_: SimpleNamespace(spec=SimpleNamespace(fps=10.0)))
     monkeypatch.setattr(serve, "with_planning", lambda config, policy, device: policy)
-    monkeypatch.setattr(serve, "serve", lambda policy, settings, announce: announce(80))
+    monkeypatch.setattr(serve, "serve", lambda policy, settings, announce, **kinds: announce(80))
     given = ["serve.policy=folder", "serve.host=robot", f"serve.certificate={certificate}"]
     assert serve.run(compose(given)) == 0
     assert f" at {address} " in capsys.readouterr().out
