@@ -20,6 +20,7 @@ pytestmark = [needs_libero, pytest.mark.long]
 
 CAMERAS = ("observation.images.image", "observation.images.image2")
 WORLD = ["world.name=libero/libero_spatial:0", "world.options.horizon=8"]
+REWARD = "world.options.reward=test_libero_checkpoints:height"
 SMALL = [
     "finetune.iterations=1",
     "finetune.num_envs=2",
@@ -32,6 +33,11 @@ SMALL = [
     "finetune.evaluate_episodes=2",
     "finetune.videos=0",
 ]
+
+
+def height(observations):
+    """A potential that every motion changes: random weights earn nothing of the task's own reward to learn from."""
+    return observations[STATE][..., 2]
 
 
 def save(kind: str, folder: Path, root: Path) -> Path:
@@ -73,7 +79,7 @@ def test_a_checkpoint_is_evaluated_and_fine_tuned_by_path(kind, tmp_path):
         measured = json.loads(figures.read_text())["policy"]["deterministic"]
         assert measured["episodes"] == 2 and measured["world"] == "libero/libero_spatial:0"
 
-        assert main(["finetune", f"finetune.policy={folder}", *WORLD, *batch, *SMALL]) == 0
+        assert main(["finetune", f"finetune.policy={folder}", *WORLD, *batch, *SMALL, REWARD]) == 0
         (tuned,) = tmp_path.glob("finetune/**/last")
         spec = load_policy(tuned).spec
         assert spec.observation.keys() >= {*CAMERAS, STATE} and spec.action.shape == (7,)
