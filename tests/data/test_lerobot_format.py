@@ -219,7 +219,7 @@ def test_a_full_disk_leaves_the_old_dataset(copy, monkeypatch):
     def no_space(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(subject, "_save_sidecar", no_space)
+    monkeypatch.setattr(subject, "_store_sidecar", no_space)
     with pytest.raises(StorageError, match="No space left"):
         write_dataset(moving_episodes((2, 2), image=False), copy, existing="replace")
     assert_equal(moving_episodes(), read_dataset(copy))

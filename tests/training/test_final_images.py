@@ -18,6 +18,7 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.rl.episodes import EpisodePlayer, groups_of
 from robopolicy.rl.preferences import Preferences, read_pairs
+from robopolicy.rl.weights import episode_sizes
 from robopolicy.training import finetune as finetuning
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
@@ -210,7 +211,7 @@ def test_episodes_of_experts_bring_their_frames(watched):
     assert torch.equal(seen_by(rows), shown)
     lengths = recorded.lengths[order]
     assert len(rows.images.frames[TOP]) <= int(lengths.sum()) < 2 * int(lengths.sum())
-    prepared = played.with_extras(advantage=played.logp_behaviour, episode_steps=played.task).without(following=True)
+    prepared = played.with_extras(advantage=played.logp_behaviour, **episode_sizes(played.mask)).without(following=True)
     experts = ExpertMixer(policy, recorded, policy.instructions, 0.5, torch.Generator().manual_seed(1))
     joined = experts.beside(prepared, CONTEXT)
     assert len(joined.group) == 6
@@ -221,7 +222,7 @@ def test_episodes_of_experts_bring_their_frames(watched):
 def test_pairs_bring_their_frames_and_no_others(watched, tmp_path):
     _, played, _ = watched
     side = torch.tensor([1.0, -1.0, 0.0, 0.0])[:, None, None].expand(played.mask.shape)
-    prepared = played.with_extras(advantage=side, episode_steps=played.task).without(following=True)
+    prepared = played.with_extras(advantage=side, **episode_sizes(played.mask)).without(following=True)
     replay = Preferences(share=1.0)
     replay.mix(prepared, CONTEXT)
     ((_, kept),) = replay.kept

@@ -23,6 +23,7 @@ from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import EpisodePlayer, groups_of
 from robopolicy.rl.experimental.replay import ReMix
+from robopolicy.rl.weights import episode_sizes
 from robopolicy.training.acting import TeacherSchedule
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
@@ -359,7 +360,7 @@ def test_experts_join_the_rollouts_with_advantages_by_their_returns_and_ratios_o
     world, policy = BanditWorld(6, horizon=4, with_task=True), speaking(decoding=decoding)
     draws = torch.Generator().manual_seed(0)
     own = EpisodePlayer(world, policy).play(groups_of([1, 2], 3), draws)
-    own = own.with_extras(advantage=torch.randn(own.mask.shape, generator=draws), episode_steps=own.mask.sum(-1))
+    own = own.with_extras(advantage=torch.randn(own.mask.shape, generator=draws), **episode_sizes(own.mask))
     experts = aiming_episodes()
     rows = ExpertMixer(policy, experts, world.spec.instructions, 0.5, torch.Generator().manual_seed(1))
     mixed = rows.beside(own.without(following=True), Context(draws, iteration=7))
