@@ -25,7 +25,9 @@ SMALL = {
         "robopolicy/verbs/report.py",
         "robopolicy/verbs/watch.py",
     ),  # a command is a file, however little it has to do
-    *(f"robopolicy/core/{name}.py" for name in ("arrays", "examples", "progress", "regression")),  # shared by many
+    *(
+        f"robopolicy/core/{name}.py" for name in ("acting", "arrays", "examples", "progress", "regression")
+    ),  # shared by many
     "robopolicy/data/configuration.py",  # help reads it without torch
 }
 """Shorter files that are one whole idea. Those of plugins/ have the names under which LeRobot looks for them."""

@@ -202,6 +202,21 @@ def test_libero_composes_and_its_table_compares_what_it_trained(tmp_path: Path):
     }
 
 
+def test_armada_calls_one_operator_to_the_policy_of_each_round_by_a_detector_of_its_own(tmp_path: Path):
+    stages = stages_of(compose(["recipe=armada", "run.seed=3"]), tmp_path)
+    assert [verb for verb, _ in stages.values()] == ["collect", "train", *["detect", "collect", "train"] * 3]
+    train, seeds, data = tmp_path / "train", set(), []
+    for number, policy in enumerate(("base", "round_1", "round_2"), 1):
+        watch, helped = stages[f"watch_{number}"][1], stages[f"help_{number}"][1]
+        assert watch.detect.policy == helped.collect.policy == train / policy / "3" / "checkpoint"
+        assert helped.collect.correct.detector == train / policy / "3" / "detectors" / "float"
+        assert helped.collect.correct.operators == 1 and helped.world.batch_size == 8
+        seeds.add(helped.run.seed)
+        data.append(tmp_path / "collect" / f"help_{number}" / str(helped.run.seed) / "dataset")
+        assert stages[f"round_{number}"][1].train.extra_datasets == tuple(data)
+    assert len(seeds) == 3
+
+
 @pytest.mark.parametrize("task", ["push_t", "pick_place"])
 def test_rl100_composes_for_every_task(task: str, tmp_path: Path):
     config = compose(["recipe=rl100", f"pipeline.recipe={task}", "run.seed=3"])

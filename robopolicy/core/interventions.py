@@ -6,32 +6,13 @@ per step: `actor` (who acted) and `segment` (kind of segment); -1 means unknown,
 information. Axes: N step, E episode.
 """
 
-from enum import IntEnum
-
 import torch
 from torch import Tensor
 
+from robopolicy.core.acting import ActingAgent, Segment
 from robopolicy.core.arrays import integers
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.former_names import keep_former_names
-
-
-class ActingAgent(IntEnum):
-    """Code of the agent that acted."""
-
-    UNKNOWN = -1
-    POLICY = 0
-    HUMAN = 1
-    SCRIPT = 2
-
-
-class Segment(IntEnum):
-    """Code of the kind of segment: autonomous, recovery or correction."""
-
-    UNKNOWN = -1
-    AUTONOMOUS = 0
-    RECOVER = 1
-    CORRECT = 2
 
 
 def intervention_mask(episodes: Episodes) -> Tensor | None:
@@ -54,7 +35,7 @@ def imitation_mask(episodes: Episodes) -> Tensor | None:
     """Return the mask [N] bool of steps to imitate; None (imitate all) if the episodes do not record who acted.
 
     Includes steps of humans and scripts, all recoveries and corrections, and a policy's own steps after the last
-    intervention of a successful episode. Steps with an unknown actor are included.
+    intervention of a successful episode. Steps with an unknown actor are included, those of nobody are not.
     """
     in_intervention = intervention_mask(episodes)
     before = before_intervention(episodes)
@@ -63,7 +44,8 @@ def imitation_mask(episodes: Episodes) -> Tensor | None:
         return None
     success = episodes.success
     in_success = torch.zeros_like(in_intervention) if success is None else success[episodes.episode_of_step]
-    return in_intervention | (actor != ActingAgent.POLICY) | (in_success & ~before)
+    worth = in_intervention | (actor != ActingAgent.POLICY) | (in_success & ~before)
+    return worth & (actor != ActingAgent.NOBODY)
 
 
 def last_step_of_turn(episodes: Episodes) -> Tensor:
@@ -80,6 +62,23 @@ def last_step_of_turn(episodes: Episodes) -> Tensor:
     place = ends.nonzero()[:, 0]
     following = place[torch.searchsorted(place, torch.arange(len(in_intervention), device=in_intervention.device))]
     return torch.minimum(following, last)
+
+
+def intervention_counts(episodes: Episodes) -> dict[str, int]:
+    """Return the number of episodes with interventions and of takeovers, and the steps in which somebody intervened and
+    in which nobody acted; {} if the episodes lack this information.
+    """
+    in_intervention, actor = intervention_mask(episodes), episodes.actor
+    if in_intervention is None or actor is None:
+        return {}
+    begins = in_intervention.clone()
+    begins[1:] &= ~in_intervention[:-1] | (episodes.episode_of_step[1:] != episodes.episode_of_step[:-1])
+    return {
+        "episodes": len(set(integers(episodes.episode_of_step[in_intervention]))),
+        "takeovers": int(begins.sum()),
+        "steps": int(in_intervention.sum()),
+        "waiting_steps": int((actor == ActingAgent.NOBODY).sum()),
+    }
 
 
 def interventions_in_words(episodes: Episodes) -> str:

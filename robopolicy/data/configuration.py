@@ -2,37 +2,35 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Natural, Positive
 from robopolicy.core.structured import FormerNames
+from robopolicy.operators.configuration import AssistConfig
 
 
 @dataclass(frozen=True)
-class CorrectConfig(FormerNames):
-    """Conditions under which the expert takes over from a policy, and the number of actions undone first."""
+class CorrectConfig(AssistConfig):
+    """Alarms on which an operator takes over from a policy, the operators, and the number of actions undone first."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"patience": "no_progress_steps", "budget": "max_policy_steps"}
 
-    no_progress_steps: Natural = 0
-    """Control steps without a new maximum of the cumulative reward after which the expert takes over, 0 for never."""
-    max_policy_steps: Natural = 0
-    """Control steps of an episode after which the expert takes over in any case, 0 for never."""
-    rewind: Natural = 0
-    """Number of the policy's control steps that are undone first (RaC's recovery), starting with the last. Actions are
-    mirrored about the middle of their range; grippers stay. Suited to actions that are velocities or steps. 0 corrects
-    at once, which gave better policies on push_cube (rl/offline/README.md).
+    detector: Path | None = None
+    """Folder of a calibrated failure detector (`robopolicy detect`), such as detectors/float, whose alarm calls the
+    operator. The parent folder stands for all detectors in it, of which any alarm counts.
     """
 
     def __post_init__(self) -> None:
-        if min(self.no_progress_steps, self.max_policy_steps, self.rewind) < 0:
-            raise ConfigError("collect.correct: no_progress_steps, max_policy_steps and rewind must be at least 0.")
+        super().__post_init__()
+        if self.rewind == "adaptive" and self.detector is None:
+            raise ConfigError("collect.correct.rewind=adaptive needs a detector: set collect.correct.detector=FOLDER.")
 
     @property
     def wanted(self) -> bool:
-        """Whether the expert can take over at all."""
-        return bool(self.no_progress_steps or self.max_policy_steps)
+        """Whether an operator can take over at all."""
+        return super().wanted or self.detector is not None
 
 
 @dataclass(frozen=True)

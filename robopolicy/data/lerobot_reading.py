@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.acting import ActingAgent, Segment
 from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.checkpoints import invalid_field_entry
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, DataError, RobopolicyWarning, as_setting, did_you_mean, in_one_line
 from robopolicy.core.file_types import describe_path
 from robopolicy.core.finite_values import join_names
-from robopolicy.core.interventions import ActingAgent, Segment
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, Field
 from robopolicy.core.storage import read_errors, read_json, recover_folder
 from robopolicy.core.tensors import load_tree

@@ -21,9 +21,12 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
 from robopolicy.core.world import Controller, Step, World, begin_episodes
 from robopolicy.data.chains import Chains, chain_of
 from robopolicy.data.configuration import CorrectConfig
-from robopolicy.data.corrections import Operator, Turn
+from robopolicy.data.corrections import AssistedPolicy
 from robopolicy.data.lookahead import LookaheadController
 from robopolicy.data.recording_cache import Recording, RecordingCache, from_arrays, to_arrays
+from robopolicy.operators.alarms import Alarm
+from robopolicy.operators.assistance import Turn
+from robopolicy.operators.operator import Operator, ScriptedOperator, Site
 
 
 class Recorders(Protocol):
@@ -42,7 +45,7 @@ class Recorder:
     """
 
     world: World
-    actor: "Callable[[np.ndarray], Controller | Policy | Operator]"
+    actor: "Callable[[np.ndarray], Controller | Policy | AssistedPolicy]"
     generator: torch.Generator
     deterministic: bool = False
     teacher: Controller | Policy | Actor[None] | None = None
@@ -135,8 +138,9 @@ def record_corrected(
 
     Raises ConfigError when actions to be undone have no range, in addition to the errors of `record`.
     """
-    operator = corrected(world, policy, expert, config, generator)
-    return record_with(Recorder(world, lambda _: operator, generator), seeds, kept=kept)
+    operator = ScriptedOperator(Site(world.spec.action, world.spec.fps, world.batch_size, lambda: expert))
+    actor = corrected(world, policy, operator, config, generator)
+    return record_with(Recorder(world, lambda _: actor, generator), seeds, kept=kept)
 
 
 def record_with(
@@ -157,10 +161,16 @@ def record_with(
 
 
 def corrected(
-    world: World, policy: Policy, expert: Controller, config: CorrectConfig, generator: torch.Generator
-) -> Operator:
-    """Return a policy that `expert` corrects, as in `record_corrected`."""
-    return Operator(world.spec, world.batch_size, policy, expert, config, EpisodeGenerator.of(generator))
+    world: World,
+    policy: Policy,
+    operator: Operator,
+    config: CorrectConfig,
+    generator: torch.Generator,
+    alarms: Sequence[Alarm] = (),
+) -> AssistedPolicy:
+    """Return a policy that `operator` corrects, on the alarms of `config` and on `alarms`."""
+    draws = EpisodeGenerator.of(generator)
+    return AssistedPolicy(world.spec, world.batch_size, policy, operator, config, draws, alarms)
 
 
 def _labels(teacher: Controller | Policy | Actor[None] | None, generator: torch.Generator) -> Actor[Any] | None:
@@ -172,7 +182,7 @@ def _labels(teacher: Controller | Policy | Actor[None] | None, generator: torch.
 
 def _play(
     world: World,
-    actor: Controller | Policy | Operator,
+    actor: Controller | Policy | AssistedPolicy,
     seeds: Sequence[int] | np.ndarray,
     episodes: int | None,
     successes_only: bool,
@@ -225,7 +235,7 @@ def _play(
 
 def _record_here(
     takes: "_Takes",
-    actor: Controller | Policy | Operator,
+    actor: Controller | Policy | AssistedPolicy,
     generator: torch.Generator,
     deterministic: bool,
     wanted: Callable[[int], bool] = lambda running: True,
@@ -236,14 +246,16 @@ def _record_here(
     """
     world = takes.world
     generator = EpisodeGenerator.of(generator)
-    player_actor = actor if isinstance(actor, Operator) else actor_of(actor, generator, deterministic=deterministic)
+    player_actor = (
+        actor if isinstance(actor, AssistedPolicy) else actor_of(actor, generator, deterministic=deterministic)
+    )
     stepwise = bool(world.spec.cameras) or not world.spec.terminate_on_success or takes.teacher is not None
     player: Player[Any] = Player(world, player_actor, stepwise=stepwise)
     takes.begin(player)
     takes.label()
     for part in player:
         takes.add(part)
-        if isinstance(actor, Operator):
+        if isinstance(actor, AssistedPolicy):
             actor.watch(part)
         if not part.chunk_done:
             takes.label()

@@ -34,11 +34,12 @@ class FloatDetector:
     def start(self, batch_size: int) -> None:
         """Implement `FailureDetector.start`."""
         self._seen: list[list[Array]] = [[] for _ in range(batch_size)]
+        self._last: list[Array] = [np.zeros(0) for _ in range(batch_size)]
 
     def reset(self, rows: Array) -> None:
         """Implement `FailureDetector.reset`: rows [R]."""
         for row in rows:
-            self._seen[row] = []
+            self._seen[row], self._last[row] = [], np.zeros(0)
 
     def watch(self, seen: Seen, rows: Array) -> Array:
         """Implement `FailureDetector.watch`: rows [R] -> [R]."""
@@ -52,7 +53,12 @@ class FloatDetector:
         prefix = np.stack(self._seen[row])
         near = np.argsort(-(self._vectors[:, 0] @ prefix[0]), kind="stable")[: self.candidates]
         costs = prefix_costs(self._vectors[near], self._lengths[near], prefix, self._total, self.epsilon)
-        return costs[costs.sum(1).argmin()]
+        self._last[row] = costs[costs.sum(1).argmin()]
+        return self._last[row]
+
+    def costs(self, row: int) -> Array:
+        """Return the costs [n] of a row's decisions so far, whose sum is its index; robots go back by them."""
+        return self._last[row]
 
     def state(self) -> Mapping[str, Any]:
         """Implement `FailureDetector.state`."""

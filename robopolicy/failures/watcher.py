@@ -195,8 +195,11 @@ def load_watcher(
 ) -> Watcher:
     """Load the detectors that `Watcher.save` wrote, all or those with these names.
 
-    Raises CheckpointError when there are none or a name is missing, and as `load_detector` does.
+    folder: of all detectors, or of one. Raises CheckpointError when there are none or a name is missing, and as
+    `load_detector` does.
     """
+    if not names and (folder.parent / f"{EMBEDDING}.json").is_file():
+        folder, names = folder.parent, (folder.name,)
     folder = recover_folder(folder)
     if not (folder / f"{EMBEDDING}.json").is_file():
         raise CheckpointError(f"{folder} contains no failure detectors: calibrate some, robopolicy detect CHECKPOINT.")

@@ -7,8 +7,10 @@ normalised scores. Failed episodes are kept, because world models need them; col
 Finished episodes are saved at once, so an interrupted run plays only the missing ones. collect.policy with plan.model
 plans with a world model; plan.uncertainty above 0 prefers actions where the model is uncertain. collect.chains=true
 also records the policy's denoising chains (for gate.evaluators=[importance]). collect.correct.no_progress_steps=20 lets
-the expert (or collect.controller) take over after 20 steps without progress: it undoes the last steps
-(collect.correct.rewind=10) and completes the task. Every step records the agent that acted; train and offline use this.
+the expert (or collect.controller, or another collect.correct.operator) take over after 20 steps without progress: it
+undoes the last steps (collect.correct.rewind=10) and completes the task. collect.correct.detector=FOLDER calls it when
+a failure detector alarms, collect.correct.operators=1 lets all rows share one, and operator_steps hands back. Every
+step records the agent that acted; train and offline use this.
 collect.label_policy=expert stores the noise-free expert's action for every step, as complete chunks if the world has
 snapshots. collect.label_policy=TEACHER stores another policy's actions in the states that collect.policy=STUDENT
 visits; train imitates these actions. workers.count=N records batches of world.batch_size episodes in N processes, with
@@ -18,6 +20,7 @@ equal results.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -26,14 +29,14 @@ from torch import Tensor
 
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.planning import with_planning
-from robopolicy.building.policies import choose_device, load_acting, load_policy
+from robopolicy.building.policies import choose_device, fitted_for, load_acting, load_policy
 from robopolicy.building.workers import Workers, open_workers
 from robopolicy.building.worlds import EXPERT, build_controller, build_lookahead, build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import AUTO
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.interventions import interventions_in_words
+from robopolicy.core.interventions import intervention_counts, interventions_in_words
 from robopolicy.core.origin import prefix_errors
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
@@ -45,6 +48,9 @@ from robopolicy.data.quality import Quality
 from robopolicy.data.record import Recorder, corrected, of_one_world, record_chains, record_with
 from robopolicy.evaluation.importance import with_densities
 from robopolicy.evaluation.intervals import mean_interval, wilson
+from robopolicy.failures.alarms import DetectorAlarm
+from robopolicy.failures.watcher import load_watcher
+from robopolicy.operators.operator import Site, make_operator
 from robopolicy.runs import finish, finished, open_run, output
 from robopolicy.verbs.graded import record_graded, recorder_of
 from robopolicy.verbs.unfinished import Unfinished
@@ -71,6 +77,7 @@ def run(config: Config) -> int:
         return 0
     section, quality = config.collect, config.collect.quality
     graded, columns = None, None
+    helped: dict[str, Any] = {}
     with open_workers(config) as workers:
         if quality:
             graded = record_graded(config, quality, folder.path, unfinished, workers, acting(config))
@@ -80,6 +87,7 @@ def run(config: Config) -> int:
         elif section.correct.wanted:
             episodes = collect_corrected(config, unfinished, workers)
             output.print(interventions_in_words(episodes))
+            helped = {"interventions": intervention_counts(episodes)}
         else:
             episodes = collect(config, unfinished, workers)
     write_dataset(
@@ -91,7 +99,7 @@ def run(config: Config) -> int:
         columns=columns,
         quality=None if graded is None else graded.description,
     )
-    result = summary(episodes) | ({} if graded is None else graded.figures) | unfinished.figures
+    result = summary(episodes) | ({} if graded is None else graded.figures) | unfinished.figures | helped
     finish(config, folder, result)
     unfinished.remove()
     output.print(
@@ -209,14 +217,31 @@ def collect_chains(config: Config, unfinished: Unfinished, workers: Workers) -> 
 
 
 def corrected_recorder(config: Config) -> Recorder:
-    """Return the recorder of a policy that the expert (or collect.controller) corrects."""
+    """Return the recorder of a policy that operators correct."""
     section = config.collect
     policy, device = acting(config)
     assert policy is not None  # which the section asks for
+    correct = section.correct
     world = build_world(config.world, policy, episodes=section.episodes, seed=config.run.seed)
-    expert = build_controller(config.world, world, section.controller)
+    site = Site(
+        world.spec.action,
+        world.spec.fps,
+        world.batch_size,
+        lambda: build_controller(config.world, world, section.controller),
+    )
+    operator = make_operator(correct.operator, site, correct.operator_options)
+    alarms = [] if correct.detector is None else [_detector_alarm(config, correct.detector, policy, world, device)]
     generator = Generators(config.run.seed, device)["act"]
-    return Recorder(world, lambda _: corrected(world, policy, expert, section.correct, generator), generator)
+    return Recorder(world, lambda _: corrected(world, policy, operator, correct, generator, alarms), generator)
+
+
+def _detector_alarm(config: Config, folder: Path, policy: Policy, world: World, device: torch.device) -> DetectorAlarm:
+    """Return the alarm of the detectors in a folder, which were calibrated for the acting policy."""
+    section = config.collect
+    assert section.policy is not None
+    described = fitted_for(config.inference, section.policy, policy)
+    watcher = load_watcher(folder, policy, load_policy(section.policy, device), described)
+    return DetectorAlarm(watcher, world.batch_size, derive_seed(config.run.seed, "detect/samples"), device)
 
 
 def collect_corrected(config: Config, unfinished: Unfinished, workers: Workers) -> Episodes:

@@ -17,6 +17,7 @@ from robopolicy.core.interventions import (
     before_intervention,
     imitated_in_words,
     imitation_mask,
+    intervention_counts,
     interventions_in_words,
     last_step_of_turn,
 )
@@ -78,6 +79,8 @@ def test_recoveries_corrections_and_own_successes_are_imitated_and_never_what_le
         "Interventions: in 1 of 4 episodes; 1 steps recover, 2 correct, 2 of the policy's own steps led to an "
         "intervention"
     )
+    assert intervention_counts(data) == {"episodes": 1, "takeovers": 1, "steps": 3, "waiting_steps": 0}
+    assert intervention_counts(replace(data, actor=None, segment=None)) == {}
     assert "Imitates 9 of 14 steps" in imitated_in_words(data) and "excluded: 5" in imitated_in_words(data)
 
 
@@ -252,6 +255,35 @@ def test_a_budget_ends_the_policys_turn_and_nobody_corrects_without_either():
     assert flags(long.segment) == [0] * 60 and not bool(long.success.any())
 
 
+def test_one_operator_serves_three_rows_in_order_while_the_others_hold_still():
+    # By hand: all three stand at 0.2 after two steps; 8 more lead to 1, so the second waits 8 steps, the third 16.
+    data = corrected(CorrectConfig(max_policy_steps=2, operators=1), count=3)
+    for row, waits in enumerate((0, 8, 16)):
+        one = data.select([row])
+        assert flags(one.actor) == [0] * 2 + [3] * waits + [2] * 8
+        assert flags(one.segment) == [0] * (2 + waits) + [2] * 8
+        assert one.actions[:, 0].tolist() == pytest.approx([0.1] * 2 + [0.0] * waits + [0.1] * 8)
+        assert flags(imitation_mask(one)) == [0] * (2 + waits) + [1] * 8
+    assert bool(data.success.all())
+    assert intervention_counts(data) == {"episodes": 3, "takeovers": 3, "steps": 24, "waiting_steps": 24}
+
+
+def test_an_operator_hands_back_after_a_number_of_steps():
+    # By hand: the policy walks to 0.2, the operator to 0.5, the policy stands still for its two steps, and so on.
+    data = corrected(CorrectConfig(max_policy_steps=2, operator_steps=3), count=1)
+    assert flags(data.actor) == [0, 0, 2, 2, 2, 0, 0, 2, 2, 2, 0, 0, 2, 2]
+    assert data.actions[:, 0].tolist() == pytest.approx([0.1] * 5 + [0.0] * 2 + [0.1] * 3 + [0.0] * 2 + [0.1] * 2)
+    assert intervention_counts(data)["takeovers"] == 3
+
+
+def test_a_row_that_nobody_reaches_in_time_fails_while_it_waits():
+    data = corrected(
+        CorrectConfig(max_policy_steps=53, operators=1), count=2
+    )  # 6 steps to go of 60: not enough for 0.6
+    assert flags(data.select([0]).actor) == [0] * 53 + [2] * 6 and bool(data.success[0])
+    assert flags(data.select([1]).actor) == [0] * 53 + [3] * 6 + [2] and not bool(data.success[1])
+
+
 def test_grippers_are_undone_by_what_they_held():
     data = corrected(CorrectConfig(max_policy_steps=2, rewind=2), names=("velocity", "gripper"), count=1)
     assert data.actions[:5].tolist() == [
@@ -280,6 +312,8 @@ def test_collect_corrects_and_train_says_what_it_leaves_out(tmp_path, capsys):
     more = [f"collect.policy={policy}", "collect.correct.max_policy_steps=5", "run.name=corrected"]
     assert main(["collect", *small, *more]) == 0
     assert "steps recover" in capsys.readouterr().out
+    result = json.loads((tmp_path / "collect/corrected/0/result.json").read_text())
+    assert result["interventions"]["takeovers"] == 4 and result["interventions"]["waiting_steps"] == 0
     dataset = tmp_path / "collect/corrected/0/dataset"
     assert main(["train", *small, f"train.data={dataset}", "run.name=again"]) == 0
     output = " ".join(capsys.readouterr().out.split())

@@ -77,7 +77,7 @@ class CollectSection:
             raise ConfigError("collect.deterministic applies to a policy: set collect.policy=CHECKPOINT.")
         if self.correct.wanted and (self.policy is None or self.quality or self.chains or self.successes_only):
             raise ConfigError(
-                "With collect.correct.no_progress_steps and max_policy_steps an expert takes over from a policy: set "
+                "With an alarm of collect.correct an operator takes over from a policy: set "
                 "collect.policy=CHECKPOINT, and none of collect.quality, collect.chains and collect.successes_only."
             )
         if self.quality and self.successes_only:
