@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .errors import ConfigError, NonFiniteError, RobopolicyError, RobopolicyWarning, ServingError, SpecError
     from .policy_client import PolicyClient, RefusedError
     from .policy_description import ActionLimits
+    from .supervision import Supervised
 
 _ERRORS = ("ConfigError", "NonFiniteError", "RobopolicyError", "RobopolicyWarning", "ServingError", "SpecError")
 _MODULES = {
@@ -22,6 +23,7 @@ _MODULES = {
     "Driver": "driver",
     "PolicyClient": "policy_client",
     "RefusedError": "policy_client",
+    "Supervised": "supervision",
     **dict.fromkeys(_ERRORS, "errors"),
 }
 """Name -> its module, imported when the name is first used: settings are read without numpy and websockets."""
@@ -38,6 +40,7 @@ __all__ = [
     "RobopolicyWarning",
     "ServingError",
     "SpecError",
+    "Supervised",
 ]
 
 

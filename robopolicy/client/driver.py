@@ -133,7 +133,8 @@ class Driver:
     away (`require_server`). wait: wait for every chunk, for a simulator that pauses meanwhile. requests: shared with
     other drivers of the same connection; each then needs its own `session` so that the server can distinguish them.
     counts: numbers of steps ("steps"), held steps ("held"), clipped actions ("clipped"), observations far outside of
-    the training data ("outside"), late answers that were discarded ("stale"), and failures ("failures"). late: number
+    the training data ("outside"), late answers that were discarded ("stale"), actions of somebody else ("overridden"),
+    and failures ("failures"). late: number
     of steps by which the present chunk is executed late because the robot held still unexpectedly. error: the server's
     last error, including timeouts, None once it answers again. Raises ServingError when the server does not describe
     its policy. Raises ConfigError on a prefetch beyond the chunk, for a policy whose latency exceeds its chunk, on a
@@ -279,12 +280,12 @@ class Driver:
         self.look(frames)
         return self.act()
 
-    def look(self, frames: Mapping[str, Any]) -> None:
+    def look(self, frames: Mapping[str, Any], ask: bool = True) -> None:
         """Take the robot's present observation: field -> frame [*shape], and its instruction under `task`.
 
-        Requests the next chunk if it is time. Raises ServingError when a field is missing that the policy reads,
-        SpecError when a frame's shape differs from the policy's field or from earlier frames, or the instruction is not
-        text, NonFiniteError on NaN or infinity.
+        Requests the next chunk if it is time. ask: whether the policy acts; False before `override`. Raises
+        ServingError when a field is missing that the policy reads, SpecError when a frame's shape differs from the
+        policy's field or from earlier frames, or the instruction is not text, NonFiniteError on NaN or infinity.
         """
         observation = self.policy.frames(frames, self._frames)
         if self.policy.ahead:
@@ -301,6 +302,8 @@ class Driver:
                 f"{'Before the first movement: ' if self._first else ''}the robot's state is far outside of the "
                 f"training data: {far}. Move the robot back, or check that units and calibration match the data.",
             )
+        if not ask:
+            return
         self._take_answer()
         if self._begins + len(self._chunk) - self._step <= self.prefetch:
             self._ask()
@@ -328,6 +331,33 @@ class Driver:
         self._step, self._first = self._step + 1, False
         self._last = action
         return action
+
+    def override(
+        self, action: np.ndarray | None, *, actor: int = 3, segment: int = 0, operator: str = ""
+    ) -> np.ndarray:
+        """Execute an action [A] of somebody else in this control step instead: return it within all limits.
+
+        None holds the robot still. The policy's remaining actions are dropped; it decides from a new observation when
+        it acts again. actor, segment, operator: who acts, as in `ExecutedSteps.add`; by default nobody.
+        """
+        self._chunk, self._begins = self._chunk[:0], self._step
+        self._request, self._unanswered = None, None
+        on_hold = action is None
+        wanted = self._still(self._last) if action is None else action
+        action = self._limited(np.asarray(wanted, dtype=np.float64), on_hold)
+        self.counts["steps"] += 1
+        self.counts["held" if on_hold else "overridden"] += 1
+        frames = {key: frame for key, frame in self._newest.items() if key != QUEUE}
+        by = {"actor": actor, "segment": segment, "operator": operator}
+        self._executed.add(frames, action, self._step, held=on_hold, **by)
+        self._step, self._first = self._step + 1, False
+        self._last = action
+        return action
+
+    @property
+    def plan(self) -> np.ndarray:
+        """Remaining actions of the policy, [P, A]."""
+        return self._chunk[max(self._step - self._begins, 0) :]
 
     @property
     def task(self) -> str:

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NoAnswer  # one of its own before Python 3.11
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +33,7 @@ from .keys import TASK
 from .notices import Notices
 from .policy_description import limits_of
 from .settings import AttachedRobot, RobotSettings
+from .supervision import supervised_by
 
 if TYPE_CHECKING:
     from lerobot.robots import Robot
@@ -385,24 +386,21 @@ def drive_robot(
         )
     clock, start = Clock(rate), time.perf_counter()
     task = {TASK: attached.task} if attached.task else {}
-    try:
+    with closing(requests), driver, supervised_by(settings, driver) as supervised:
         for _ in range(episodes):
             driver.reset()
             clock.start()
             for _ in range(steps):
                 frames = robot.observe()
                 before = driver.counts["held"]
-                action = driver.step({**frames, **task})
+                action = supervised.step({**frames, **task})
                 if robot.placed.all() or driver.counts["held"] == before:  # else it stands still by itself
                     robot.send(action)
                 executed(driver.executed)
-                driver.require_server()
+                supervised.require_server()
                 clock.wait()
                 advance(1, f"{driver.counts['held']} held")
             executed(None)
-    finally:
-        driver.close()
-        requests.close()
     return {
         "episodes": episodes,
         "steps": driver.counts["steps"],

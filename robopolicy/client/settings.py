@@ -91,6 +91,12 @@ class RobotSettings:
     """
     unbounded: bool = False
     """Allow an attached robot to receive any action when no bounds apply."""
+    supervisor: str = ""
+    """Address of a console that watches this robot and can take it over and stop it (serve.console.port), such as
+    ws://server:8080; the robot holds still while it does not hear from it.
+    """
+    name: str = "robot"
+    """Name of the robot at that console."""
     server_timeout: NonNegative = 5.0
     """Seconds for which the server may fail or not answer before the drive ends; the robot holds still meanwhile."""
 

@@ -102,6 +102,28 @@ class ServerConfig(FormerNames):
         require_key(self.api_key)
 
 
+@dataclass(frozen=True)
+class ConsoleConfig:
+    """Web page from which people watch robots, take them over and stop them."""
+
+    port: Natural | None = None
+    """Port of the page, such as 8080, or 0 for any free port; null for no page."""
+    host: str = "127.0.0.1"
+    """Address to listen on; addresses other than loopback require an api_key."""
+    api_key: str = ""
+    """Key that people must type in; it can also be set by the environment variable ROBOPOLICY_API_KEY."""
+    certificate: Path | None = None
+    """PEM file of a TLS certificate: the page's address then starts with https://."""
+    certificate_key: Path | None = None
+    """PEM file of the certificate's private key, if the certificate file does not contain it."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for an invalid port or key."""
+        if self.port is not None and not 0 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port} must be from 1 to 65535, or 0 for any free port.")
+        require_key(self.api_key)
+
+
 class RobotSettings(settings.RobotSettings, FormerNames):
     """Settings for driving a robot."""
 

@@ -12,14 +12,16 @@ from robopolicy.client.driver import Clock, Driver, Requests, Server, described_
 from robopolicy.client.holding import holding, with_served_hold
 from robopolicy.client.notices import Notices
 from robopolicy.client.policy_description import limits_of
+from robopolicy.client.supervision import supervised_by
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ServingError, SpecError, did_you_mean
 from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
-from robopolicy.core.spec import QUEUE, TASK, Field, Observation, require_fields
+from robopolicy.core.spec import QUEUE, Field, Observation, require_fields
 from robopolicy.core.world import Rows, Step, World
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.recording import RecordedStep, RobotRecorder
+from robopolicy.serving.shared import SharedRobots, frames_of
 
 STANDARD = RobotSettings()
 
@@ -33,22 +35,24 @@ def drive(
     robot: RobotSettings = STANDARD,
     notices: Notices | None = None,
     recorder: RobotRecorder | None = None,
+    shared: SharedRobots | None = None,
 ) -> dict[str, Any]:
     """Run one episode per seed, as many at a time as the world has rows, and return the results.
 
     robot: see `RobotSettings`, and `Driver` for the meanings; rate: control steps per second in real time, during which
     a robot without an action holds still; 0 for as fast as possible: the world then waits for the server; notices:
-    receives messages for the user; recorder: records every step. Returns episodes, successes, steps, requests,
-    wall_seconds, rate, prefetch, latency_steps, held, clipped, stale and outside (see `Driver`), failures,
-    deadline_misses (control steps more than a tenth of a period late) and latency_ms {p50, p90, p99, max} of the
-    requests. Every request contains the history that the policy reads, sampled at the control rate. Raises SpecError,
-    ConfigError, ServingError (world and policy do not fit, or the server fails for longer than patience) and
-    NonFiniteError (an action that must not reach a robot).
+    receives messages for the user; recorder: records every step; shared: alarms, operators and console, None for the
+    policy alone. Returns episodes, successes, steps, requests, wall_seconds, rate, prefetch, latency_steps, held,
+    clipped, stale and outside (see `Driver`), failures, deadline_misses (control steps more than a tenth of a period
+    late) and latency_ms {p50, p90, p99, max} of the requests. Every request contains the history that the policy reads,
+    sampled at the control rate. Raises SpecError, ConfigError, ServingError (world and policy do not fit, or the server
+    fails for longer than patience) and NonFiniteError (an action that must not reach a robot).
     """
     seeds = np.asarray(seeds, dtype=np.int64)
     _check(world, client.metadata)
     clock = Clock(rate)
-    robots = _Robots(world, client, with_served_hold(robot, client.metadata), clock, notices or Notices(), recorder)
+    settings = with_served_hold(robot, client.metadata)
+    robots = _Robots(world, client, settings, clock, notices or Notices(), recorder, shared)
     successes = steps = 0
     start = time.perf_counter()
     try:
@@ -73,6 +77,7 @@ def drive(
         **{name: counts[name] for name in ("held", "clipped", "stale", "outside", "failures")},
         "deadline_misses": clock.misses,
         "latency_ms": latency_figures(robots.requests.latencies),
+        **({} if shared is None else {"assistance": shared.figures()}),
     }
 
 
@@ -87,9 +92,10 @@ class _Robots:
         clock: Clock,
         notices: Notices,
         recorder: RobotRecorder | None,
+        shared: SharedRobots | None,
     ):
         self.world, self.clock = world, clock
-        self.recorder = recorder
+        self.recorder, self.shared = recorder, shared
         self.requests, policy = Requests(client), described_policy(client.metadata)
         self.drivers = [
             Driver(
@@ -116,6 +122,11 @@ class _Robots:
             )
             for row in range(world.batch_size)
         ]
+        several = len(self.drivers) > 1
+        self.supervised = [
+            supervised_by(settings, driver, f"{settings.name} {row + 1}" if several else "")
+            for row, driver in enumerate(self.drivers)
+        ]
         self.player = Player(world, self)
 
     @property
@@ -125,7 +136,8 @@ class _Robots:
 
     def close(self) -> None:
         """Report the last steps to a server that records, and stop sending requests."""
-        for driver in self.drivers:
+        for robot, driver in zip(self.supervised, self.drivers, strict=True):
+            robot.close()
             driver.close()
         self.requests.close()
 
@@ -135,8 +147,12 @@ class _Robots:
         successes = 0
         steps = 0
         self.player.start_batch(seeds)
+        if self.shared is not None:
+            self.shared.start(np.resize(seeds, self.world.batch_size), count)
         self.clock.start()
         for part in self.player:
+            if self.shared is not None:
+                self.shared.watch(part.step, part.running)
             successes += int(part.step.success[part.ended].sum())
             steps += int(part.step.valid[:count].sum())
             if self.recorder is not None:
@@ -165,14 +181,19 @@ class _Robots:
         Raises the server's error once it is fatal, or has lasted longer than patience.
         """
         actions = np.zeros((self.world.batch_size, 1, *self.world.spec.action.shape))
+        if self.shared is not None:
+            actions[:, 0] = self.shared.actions(observation, self.drivers, self.player.running)
+            self.clock.wait()
+            return actions, None
         running = self.player.running.nonzero()[0]
+        frames = {row: frames_of(observation, row) for row in running}
+        if isinstance(self.supervised[0], Driver):  # all requests are sent before the first answer is awaited
+            for row in running:
+                self.drivers[row].look(frames[row])
         for row in running:
-            frames = {key: value[row] if key == TASK else value[row, -1] for key, value in observation.items()}
-            self.drivers[row].look(frames)
-        for row in running:
-            driver = self.drivers[row]
-            actions[row, 0] = driver.act()
-            driver.require_server()
+            robot = self.supervised[row]
+            actions[row, 0] = robot.act() if isinstance(robot, Driver) else robot.step(frames[row])
+            robot.require_server()
         self.clock.wait()
         return actions, None
 

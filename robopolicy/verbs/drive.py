@@ -2,21 +2,25 @@
 
 Start `robopolicy serve CHECKPOINT` first. By default the robot is simulated, in the world in which the policy was
 trained, or in world=NAME. drive.rate=-1 runs as fast as the server answers. drive.robot=TYPE drives a LeRobot robot
-instead, configured by drive.robot_options. The robot holds its position and is disconnected at the end of its time, on
-Ctrl-C, and on any error.
+instead, configured by drive.robot_options. drive.robots=8 drives several simulated robots; drive.console.port=8080
+opens a web page from which people watch them, take them over and stop them; drive.assist.operator=expert lets the
+world's expert help when the server's failure detector alarms. The robot holds its position and is disconnected at the
+end of its time, on Ctrl-C, and on any error.
 """
 
+import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from rich.markup import escape
 
-from robopolicy.building.worlds import build_world
+from robopolicy.building.worlds import build_controller, build_world
 from robopolicy.client.driver import described_policy
 from robopolicy.client.element_kinds import Kind
 from robopolicy.client.element_mapping import ElementMapping, map_elements
@@ -27,17 +31,25 @@ from robopolicy.client.policy_client import PolicyClient, connected
 from robopolicy.client.policy_description import DescribedPolicy
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import WorldSection
+from robopolicy.configuration.sections.serve import DriveAssist
 from robopolicy.core.delayed import without_latency
-from robopolicy.core.errors import RobopolicyWarning
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.progress import console, progress
 from robopolicy.core.registry import is_dotted, load_dotted
 from robopolicy.core.spec import Field, images_of, same_rate
 from robopolicy.core.structured import narrowed
+from robopolicy.core.world import World
 from robopolicy.evaluation.intervals import wilson
+from robopolicy.operators.alarms import counting_alarms
+from robopolicy.operators.assistance import assisted
+from robopolicy.operators.operator import Site, make_operator
 from robopolicy.runs import output, publish
 from robopolicy.serving.configuration import AttachedRobot, RobotSettings
+from robopolicy.serving.console.fleet import Fleet
+from robopolicy.serving.console.site import Console
 from robopolicy.serving.drive import drive
 from robopolicy.serving.recording import RecordedStep, RobotRecorder
+from robopolicy.serving.shared import SharedRobots
 from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 
@@ -58,17 +70,51 @@ def run(config: Config) -> int:
         simulated = _as_seen(config.world, client)
         if described_policy(client.metadata).ahead:  # then the driver lets decisions take their time
             simulated = replace(simulated, options=without_latency(simulated.options))
-        world = build_world(simulated, batch_size=1, seed=config.run.seed)
+        world = build_world(simulated, batch_size=section.robots, episodes=section.episodes, seed=config.run.seed)
         rate = world.spec.fps if section.rate == 0 else max(section.rate, 0.0)
         robot, seeds = _settings(config, client), evaluation_seeds(config, section.episodes)
         labels = {"rewards": list(world.spec.rewards), "success": world.spec.reports_success}
-        with _recording(config, {**client.metadata, **labels}) as recorder:
-            result = drive(world, client, seeds, rate=rate, robot=robot, notices=Notices(_note), recorder=recorder)
+        with _shared(config, world) as shared, _recording(config, {**client.metadata, **labels}) as recorder:
+            result = drive(
+                world,
+                client,
+                seeds,
+                rate=rate,
+                robot=robot,
+                notices=Notices(_note),
+                recorder=recorder,
+                shared=shared,
+            )
         world.close()
     low, high = wilson(result["successes"], result["episodes"])
     output.print(f"Success {result['successes']}/{result['episodes']} [{low:.0%}, {high:.0%}]; {_figures(result)}")
     publish(config, {**result, "low": low, "high": high})
     return 0
+
+
+@contextmanager
+def _shared(config: Config, world: World) -> Iterator[SharedRobots | None]:
+    """Alarms, operators and console of the robots while the body runs; None if none is configured."""
+    section, rows = config.drive, world.batch_size
+    assist = section.assist
+    if assist == DriveAssist() and section.console.port is None:
+        yield None
+        return
+    if assist.rewind == "adaptive":
+        raise ConfigError("drive.assist.rewind=adaptive is for collect: set a number of control steps.")
+    site = Site(world.spec.action, world.spec.fps, rows, lambda: build_controller(config.world, world))
+    operator = make_operator(assist.operator, site, assist.operator_options) if assist.operator else None
+    begin = time.monotonic()
+    assistance = assisted(assist, world.spec.action, rows, operator, lambda: time.monotonic() - begin)
+    with ExitStack() as stack:
+        stack.callback(assistance.close)
+        fleet = None
+        if section.console.port is not None:
+            fleet = Fleet(assistance, site, [f"robot {row + 1}" for row in range(rows)])
+            key = section.console.api_key or os.environ.get("ROBOPOLICY_API_KEY", "")
+            console_page = stack.enter_context(Console(fleet, replace(section.console, api_key=key)))
+            output.print(f"Console: {console_page.address}")
+        yield SharedRobots(world, assistance, counting_alarms(assist, rows), fleet)
 
 
 def _run_robot(config: Config) -> int:

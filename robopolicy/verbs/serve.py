@@ -6,11 +6,16 @@ each new chunk continue the actions that the robot is executing. serve.record=FO
 serve.detect=FOLDER watches for failures. A new checkpoint in place of the old one is served without restart on SIGHUP,
 or with serve.reload_on_change=true, and the old one comes back if it fails. To listen beyond loopback, set serve.host,
 serve.api_key (or ROBOPOLICY_API_KEY), and a certificate. Events are logged on standard error, one JSON object per line;
-/livez, /readyz and /metrics report the server's health.
+/livez, /readyz and /metrics report the server's health. serve.console.port=8080 opens a web page from which people
+watch robots that drive with drive.supervisor=ws://HOST:8080, take them over and stop them.
 """
 
 import os
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,9 +29,13 @@ from robopolicy.core.storage import read_object
 from robopolicy.core.structured import narrowed
 from robopolicy.failures.watcher import Watcher, load_watcher
 from robopolicy.inference.configuration import CHUNKINGS
+from robopolicy.operators.assistance import Team
+from robopolicy.operators.operator import Site
 from robopolicy.policies.loading import checkpoint_in, missing_fps_message, weights_hash
 from robopolicy.runs import RESULT
-from robopolicy.serving.configuration import ServerConfig
+from robopolicy.serving.configuration import ConsoleConfig, ServerConfig
+from robopolicy.serving.console.fleet import Fleet
+from robopolicy.serving.console.site import Console
 from robopolicy.serving.server import serve
 from robopolicy.serving.versions import LoadedPolicy, ServerSettings
 from robopolicy.verbs.verb import Verb
@@ -37,6 +46,9 @@ VERB = Verb(
     example="robopolicy serve runs/finetune/push_cube/0/checkpoint",
     targets=("serve.policy",),
 )
+
+FPS = 10
+"""Control rate that a console assumes for a policy without one."""
 
 
 def run(config: Config) -> int:
@@ -68,7 +80,9 @@ def run(config: Config) -> int:
         print(f"Serving {section.policy} at {scheme}://{section.host}:{port} (Ctrl-C stops)", flush=True)
 
     settings = vars(narrowed(ServerConfig, section)) | {"api_key": key, "seed": config.run.seed, "device": device}
-    serve(loaded.pop(""), ServerSettings(**settings), announce, others=loaded, load=load, paths=paths)
+    default = loaded.pop("")
+    with _console(section.console, key, default.policy):
+        serve(default, ServerSettings(**settings), announce, others=loaded, load=load, paths=paths)
     return 0
 
 
@@ -88,3 +102,17 @@ def require_accepted(folder: Path, version: str) -> None:
         raise ConfigError(f"{folder} is no verdict on this checkpoint: run robopolicy gate with it as the candidate.")
     if not result["gate"]["accepted"]:
         raise ConfigError(f"The gate in {folder} rejected this checkpoint: {'; '.join(result['gate']['reasons'])}")
+
+
+@contextmanager
+def _console(config: ConsoleConfig, key: str, policy: Policy) -> Iterator[None]:
+    """Run the console of the robots that report to it while the body runs, if its port is set."""
+    if config.port is None:
+        yield
+        return
+    begin, spec = time.monotonic(), policy.spec
+    team = Team(0, {}, lambda: time.monotonic() - begin)
+    fleet = Fleet(team, Site(spec.action, float(spec.fps or FPS), 1), [])
+    with Console(fleet, replace(config, api_key=config.api_key or key)) as console:
+        print(f"Console: {console.address}", flush=True)
+        yield

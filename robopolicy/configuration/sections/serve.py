@@ -7,7 +7,9 @@ from pathlib import Path
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Positive
-from robopolicy.serving.configuration import AttachedRobot, RobotSettings, ServerAddress, ServerConfig
+from robopolicy.core.structured import REGISTRY
+from robopolicy.operators.configuration import AssistConfig
+from robopolicy.serving.configuration import AttachedRobot, ConsoleConfig, RobotSettings, ServerAddress, ServerConfig
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class ServeSection(ServerConfig):
     """Checkpoint of the policy, or a link to it."""
     policies: dict[str, Path] = field(default_factory=dict)
     """Further policies by the name that clients ask for, drive.host=ws://HOST/policies/NAME: {careful: CHECKPOINT}."""
+    console: ConsoleConfig = field(default_factory=ConsoleConfig)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for invalid server settings, and names that are no part of a URL."""
@@ -28,11 +31,25 @@ class ServeSection(ServerConfig):
 
 
 @dataclass(frozen=True)
+class DriveAssist(AssistConfig):
+    """Operators who take over when an alarm calls them: of the server's failure detectors, or one of these."""
+
+    operator: str = field(default="", metadata={REGISTRY: "robopolicy.operators:OPERATORS"})
+    """Who takes over: expert (the world's), lerobot (a teleoperator), or a custom one; empty for people at the console
+    only.
+    """
+
+
+@dataclass(frozen=True)
 class DriveSection(AttachedRobot, RobotSettings, ServerAddress):
     """A robot in its own process, driven by a policy server: simulated, or a LeRobot robot."""
 
     episodes: Count = 10
     """Number of episodes to run."""
+    robots: Count = 1
+    """Number of simulated robots that are driven at once, through one connection."""
+    assist: DriveAssist = field(default_factory=DriveAssist)
+    console: ConsoleConfig = field(default_factory=ConsoleConfig)
     rate: float = 0.0
     """Control frequency in Hz; 0 for the world's own (LeRobot robot: the policy's), -1 for as fast as the server
     answers (simulated robot).
@@ -51,6 +68,13 @@ class DriveSection(AttachedRobot, RobotSettings, ServerAddress):
             raise ConfigError(
                 f"drive.rate={self.rate:g} must be above 0, 0 (the policy's own rate) or -1 (as fast as possible)."
             )
+        if self.robot and (self.robots > 1 or self.assist != DriveAssist() or self.console.port is not None):
+            raise ConfigError(
+                "drive.robots, drive.assist and drive.console apply to simulated robots only: unset them, or unset "
+                "drive.robot."
+            )
+        if self.supervisor and (self.assist != DriveAssist() or self.console.port is not None):
+            raise ConfigError("drive.supervisor names a console elsewhere: unset drive.console and drive.assist.")
         if not self.robot:
             defaults = AttachedRobot()
             names = [each.name for each in fields(AttachedRobot)]

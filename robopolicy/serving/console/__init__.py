@@ -1,0 +1,1 @@
+"""Console: the web page from which people watch robots, take them over and stop them."""
