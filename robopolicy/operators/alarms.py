@@ -170,7 +170,7 @@ class ServerAlarm:
     def resume(self, rows: Array) -> None:
         """Implement `Alarm.resume`."""
         for row in rows:
-            self._base[row] = dict(self._index[row])
+            self._base[row] = {name: self._index[row].get(name, 0.0) for name in self._alarmed[row]}
 
     def decide(self, observation: Observation, rows: Array) -> None:
         """Implement `Alarm.decide`."""

@@ -85,6 +85,7 @@ def test_an_alarm_of_the_server_counts_anew_after_help():
     alarm.start(row, row)
     assert not alarm.raised()[0]
     alarm.answered(0, {"float": 0.3}, ())
+    alarm.resume(row)  # after a turn that no alarm of the server began
     alarm.answered(0, {"float": 0.5}, ("float",))
     assert alarm.raised()[0]
     alarm.resume(row)

@@ -33,7 +33,7 @@ HEADERS = {
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # with no-referrer a form is sent with the origin "null"
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
