@@ -13,7 +13,6 @@ import torch
 
 from robopolicy.core.acting import ActingAgent
 from robopolicy.core.arrays import Array
-from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import prefix_errors
 from robopolicy.core.player import PlayedStep, PolicyActor
 from robopolicy.core.policy import Policy
@@ -84,8 +83,8 @@ class AssistedPolicy:
                 alarm.resume(np.flatnonzero(resumed))
         if (deciding := acting & (self._place == 0)).any():
             self._chunk[deciding] = self.policy.choose(observation, deciding)[0][deciding]
-        planned = self._chunk[np.arange(len(self._place)), self._place]
-        actions, turn = self.assistance.actions(observation, planned)
+        planned_actions = self._chunk[np.arange(len(self._place)), self._place]
+        actions, turn = self.assistance.actions(observation, planned_actions)
         self._place = (self._place + 1) % self._chunk.shape[1]
         return actions[:, None], turn
 
@@ -98,6 +97,3 @@ class AssistedPolicy:
         self._live = played.running & ~played.step.ended
         if played.ended.any():
             self.assistance.end(np.flatnonzero(played.ended))
-
-
-keep_former_names(__name__, {"Operator": "AssistedPolicy"})

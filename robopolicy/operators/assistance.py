@@ -96,9 +96,9 @@ class Assistance(Team):
                 self.control.reset(int(row), self.now)
                 self._acting[row] = None
             self.paths.start(rows)
-            everything = len(rows) == len(self._acting)
+            all_rows = len(rows) == len(self._acting)
             for operator in dict.fromkeys(self.operators.values()):
-                operator.start(seeds, None if everything else rows)
+                operator.start(seeds, None if all_rows else rows)
 
     def end(self, rows: Array) -> None:
         """Free the operators of `rows` [R], whose episodes have ended."""
@@ -145,14 +145,14 @@ class Assistance(Team):
 
     def _begin_turns(self) -> None:
         """Let operators begin with the rows that they have taken over."""
-        begun: dict[Operator, list[int]] = {}
+        new_rows: dict[Operator, list[int]] = {}
         for row in range(len(self._acting)):
             name = self.control.operator_of(row)
             if name is not None and name != self._acting[row]:
-                begun.setdefault(self.operators[name], []).append(row)
+                new_rows.setdefault(self.operators[name], []).append(row)
                 self._steps[row] = 0
             self._acting[row] = name
-        for operator, rows in begun.items():
+        for operator, rows in new_rows.items():
             operator.begin(np.array(rows))
 
     def actions(self, observation: Observation, policy_actions: Array) -> tuple[Array, Turn]:
@@ -165,10 +165,12 @@ class Assistance(Team):
             for row in np.flatnonzero(modes != Mode.AUTONOMOUS):
                 actions[row] = self.paths.still(row)
             for operator, rows in self._operated().items():
-                taken = np.asarray(operator.act(observation, rows, np.stack([self.paths.last(row) for row in rows])))
-                given = np.isfinite(taken).all(1)
-                actions[rows[given]] = taken[given]
-                actor[rows[given]], segment[rows[given]] = operator.agent, Segment.CORRECT
+                operator_actions = np.asarray(
+                    operator.act(observation, rows, np.stack([self.paths.last(row) for row in rows]))
+                )
+                given_mask = np.isfinite(operator_actions).all(1)
+                actions[rows[given_mask]] = operator_actions[given_mask]
+                actor[rows[given_mask]], segment[rows[given_mask]] = operator.agent, Segment.CORRECT
                 self._steps[rows] += 1
             for row in np.flatnonzero(modes == Mode.REWINDING):
                 actions[row] = self.paths.undo(row)

@@ -48,11 +48,14 @@ class LeRobotOperator:
         self._names = site.action.names
         self._rename, self._scale = dict(rename or {}), dict(scale or {})
         self._device = _make(teleoperator, dict(options or {}))
-        given = [self._rename.get(name, name) for name in _features(self._device.action_features)]
-        if missing := [name for name in self._names if name not in given] or ([""] if not self._names else []):
+        provided_names = [self._rename.get(name, name) for name in _features(self._device.action_features)]
+        if missing_names := [name for name in self._names if name not in provided_names] or (
+            [""] if not self._names else []
+        ):
             raise ConfigError(
-                f"The teleoperator '{teleoperator}' does not give the action element '{missing[0]}': it gives "
-                f"{', '.join(given) or 'nothing'}. Set its option rename={{NAME OF ITS OWN: {missing[0]}}}."
+                f"The teleoperator '{teleoperator}' does not give the action element '{missing_names[0]}': it gives "
+                f"{', '.join(provided_names) or 'nothing'}. Set its option rename={{NAME OF ITS OWN: "
+                f"{missing_names[0]}}}."
             )
         self._device.connect()
         self._finished = False
@@ -67,15 +70,15 @@ class LeRobotOperator:
     def act(self, observation: Observation, rows: Array, last: Array) -> Array:
         """Implement `Operator.act`; elements that are not given at this moment hold still."""
         events = getattr(self._device, "get_teleop_events", dict)()
-        said = {str(getattr(name, "value", name)): value for name, value in events.items()}
-        self._finished = any(said.get(name) for name in OVER)
-        given = {
+        event_values = {str(getattr(name, "value", name)): value for name, value in events.items()}
+        self._finished = any(event_values.get(name) for name in OVER)
+        values = {
             self._rename.get(name, name): float(value) * self._scale.get(name, 1.0)
             for name, value in self._device.get_action().items()
             if value is not None
         }
-        action = np.array([given.get(name, np.nan) for name in self._names])
-        if said.get("is_intervention") is False or np.isnan(action).all():
+        action = np.array([values.get(name, np.nan) for name in self._names])
+        if event_values.get("is_intervention") is False or np.isnan(action).all():
             return np.full(last.shape, np.nan)
         return np.where(np.isnan(action), last, action)
 
@@ -106,11 +109,11 @@ def _make(name: str, options: Mapping[str, Any]) -> Any:
         kind = load_dotted(name, "Teleoperator")
     else:
         failures = _import_all(teleoperators)
-        known = teleoperators.TeleoperatorConfig.get_known_choices()
-        if name not in known:
+        choices = teleoperators.TeleoperatorConfig.get_known_choices()
+        if name not in choices:
             problems = "".join(f" {module} could not be imported: {error}." for module, error in failures.items())
-            raise ConfigError(f"LeRobot has no teleoperator '{name}'.{did_you_mean(name, known)}{problems}")
-        kind = known[name]
+            raise ConfigError(f"LeRobot has no teleoperator '{name}'.{did_you_mean(name, choices)}{problems}")
+        kind = choices[name]
     try:
         return teleoperators.make_teleoperator_from_config(draccus.decode(kind, dict(options)))
     except Exception as error:  # LeRobot wraps what drivers raise; all of it is about what the user has named

@@ -68,9 +68,9 @@ def make_operator(name: str, site: Site, options: Mapping[str, Any] | None = Non
     """
     kind, options = OPERATORS.load(name), dict(options or {})
     arguments = named_arguments(kind)
-    if unknown := [each for each in options if each not in arguments]:
-        known = ", ".join(list(arguments)[1:]) or "none"
-        raise ConfigError(f"The operator '{name}' has no option '{unknown[0]}'; it has: {known}.")
+    if unknown_names := [each for each in options if each not in arguments]:
+        option_names = ", ".join(list(arguments)[1:]) or "none"
+        raise ConfigError(f"The operator '{name}' has no option '{unknown_names[0]}'; it has: {option_names}.")
     operator = kind(site, **options)
     if not isinstance(operator, Operator):
         raise ConfigError(

@@ -70,11 +70,11 @@ class SharedRobots:
         rows = np.flatnonzero(running)
         for row in rows:
             drivers[row].look(frames_of(observation, row), ask=bool(acting[row]))
-        planned = np.zeros((len(drivers), *drivers[0].policy.shape))
+        planned_actions = np.zeros((len(drivers), *drivers[0].policy.shape))
         for row in rows[acting[rows]]:
-            planned[row] = drivers[row].act()
+            planned_actions[row] = drivers[row].act()
             drivers[row].require_server()
-        actions, self.turn = self.assistance.actions(observation, planned)
+        actions, self.turn = self.assistance.actions(observation, planned_actions)
         for row in rows:
             if not acting[row]:
                 by = {"actor": int(self.turn.actor[row]), "segment": int(self.turn.segment[row])}

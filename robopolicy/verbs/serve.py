@@ -105,14 +105,14 @@ def require_accepted(folder: Path, version: str) -> None:
 
 
 @contextmanager
-def _console(config: ConsoleConfig, key: str, policy: Policy) -> Iterator[None]:
+def _console(settings: ConsoleConfig, key: str, policy: Policy) -> Iterator[None]:
     """Run the console of the robots that report to it while the body runs, if its port is set."""
-    if config.port is None:
+    if settings.port is None:
         yield
         return
     begin, spec = time.monotonic(), policy.spec
     team = Team(0, {}, lambda: time.monotonic() - begin)
     fleet = Fleet(team, Site(spec.action, float(spec.fps or FPS), 1), [])
-    with Console(fleet, replace(config, api_key=config.api_key or key)) as console:
+    with Console(fleet, replace(settings, api_key=settings.api_key or key)) as console:
         print(f"Console: {console.address}", flush=True)
         yield

@@ -160,15 +160,15 @@ class Fleet:
             if do == "dismiss":
                 return "" if control.dismiss(robot, now) else f"{self.robots[robot].name} asks for nothing."
             if do == "ask":
-                asked = control.alarm(robot, now, "held by a person")
-                return "" if asked else f"{self.robots[robot].name} does not act by itself."
+                is_waiting = control.alarm(robot, now, "held by a person")
+                return "" if is_waiting else f"{self.robots[robot].name} does not act by itself."
             return f"There is no order {do!r:.20}."
 
     def _taken(self, robot: int, name: str) -> str:
         """Return the reason why a person cannot take a robot over."""
         control, view = self.team.control, self.robots[robot]
-        if (mine := control.robot_of(name)) is not None:
-            return f"You operate {self.robots[mine].name}: hand it back first."
+        if (operated := control.robot_of(name)) is not None:
+            return f"You operate {self.robots[operated].name}: hand it back first."
         if control.modes[robot] is Mode.STOPPED:
             return "All robots are stopped: release them first."
         return f"{view.name} is operated by {control.operator_of(robot)}."
