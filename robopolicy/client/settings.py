@@ -92,8 +92,8 @@ class RobotSettings:
     unbounded: bool = False
     """Allow an attached robot to receive any action when no bounds apply."""
     supervisor: str = ""
-    """Address of a console that watches this robot and can take it over and stop it (serve.console.port), such as
-    ws://server:8080; the robot holds still while it does not hear from it.
+    """Address of a console that can take this robot over and stop it (serve.console.port): ws://server:8080. The robot
+    holds still while it does not hear from it.
     """
     name: str = "robot"
     """Name of the robot at that console."""

@@ -44,6 +44,7 @@ RARE = {
     "ServerConfig": "max_batch_size max_queue_size request_timeout hang_timeout chunking_options session_expiry"
     " record_limit detectors probation max_alarm_rate",
     "AssistConfig": "random_rate operator_options",
+    "DriveAssist": "no_progress_steps rewind operators",
     "WeightedImitationConfig": "max_weight",
     "FilteredImitationConfig": "positive_fraction",
     "RecapConfig": "indicator_dropout positive_fraction",

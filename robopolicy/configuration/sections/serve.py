@@ -35,9 +35,7 @@ class DriveAssist(AssistConfig):
     """Operators who take over when an alarm calls them: of the server's failure detectors, or one of these."""
 
     operator: str = field(default="", metadata={REGISTRY: "robopolicy.operators:OPERATORS"})
-    """Who takes over: expert (the world's), lerobot (a teleoperator), or a custom one; empty for people at the console
-    only.
-    """
+    """Who takes over, such as expert (the world's) or lerobot (a teleoperator); "" for people at the console."""
 
 
 @dataclass(frozen=True)
