@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .errors import ConfigError, NonFiniteError, ServingError, SpecError
-from .executed import ExecutedSteps
+from .executed import ActingAgent, ExecutedSteps, Segment
 from .holding import Hold, HoldAction
 from .keys import QUEUE, TASK
 from .notices import Notices, far_from_training_data
@@ -324,16 +324,15 @@ class Driver:
                 reason = str(self.error or self._requests.trouble or "it does not answer")
                 self._notices.say("away", f"No answer for {self.away:.1f} s; the robot holds still: {reason}")
             action = self._still(self._last)
-        action = self._limited(np.asarray(action, dtype=np.float64), on_hold)
-        frames = {key: frame for key, frame in self._newest.items() if key != QUEUE}
-        place = -1 if on_hold else self._step - self._begins
-        self._executed.add(frames, action, self._step, held=on_hold, plan_step=place)
-        self._step, self._first = self._step + 1, False
-        self._last = action
-        return action
+        return self._execute(action, on_hold, plan_step=-1 if on_hold else self._step - self._begins)
 
     def override(
-        self, action: np.ndarray | None, *, actor: int = 3, segment: int = 0, operator: str = ""
+        self,
+        action: np.ndarray | None,
+        *,
+        actor: int = ActingAgent.NOBODY,
+        segment: int = Segment.AUTONOMOUS,
+        operator: str = "",
     ) -> np.ndarray:
         """Execute an action [A] of somebody else in this control step instead: return it within all limits.
 
@@ -344,12 +343,18 @@ class Driver:
         self._request, self._unanswered = None, None
         on_hold = action is None
         wanted = self._still(self._last) if action is None else action
-        action = self._limited(np.asarray(wanted, dtype=np.float64), on_hold)
+        action = self._execute(wanted, on_hold, actor=actor, segment=segment, operator=operator)
         self.counts["steps"] += 1
         self.counts["held" if on_hold else "overridden"] += 1
+        return action
+
+    def _execute(self, action: np.ndarray, on_hold: bool, **entries: Any) -> np.ndarray:
+        """Complete a control step with an action [A] within all limits, which is returned; entries: of the step, see
+        `ExecutedSteps.add`.
+        """
+        action = self._limited(np.asarray(action, dtype=np.float64), on_hold)
         frames = {key: frame for key, frame in self._newest.items() if key != QUEUE}
-        by = {"actor": actor, "segment": segment, "operator": operator}
-        self._executed.add(frames, action, self._step, held=on_hold, **by)
+        self._executed.add(frames, action, self._step, held=on_hold, **entries)
         self._step, self._first = self._step + 1, False
         self._last = action
         return action

@@ -8,11 +8,33 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
 from .protocol import EXECUTED
+
+
+class ActingAgent(IntEnum):
+    """Code of the agent that acted."""
+
+    UNKNOWN = -1
+    POLICY = 0
+    HUMAN = 1
+    SCRIPT = 2
+    NOBODY = 3
+    """The robot held still, e.g. while it waited for an operator."""
+
+
+class Segment(IntEnum):
+    """Code of the kind of segment: autonomous, recovery or correction."""
+
+    UNKNOWN = -1
+    AUTONOMOUS = 0
+    RECOVER = 1
+    CORRECT = 2
+
 
 NUMBERS = {
     "step": np.int64,
@@ -25,7 +47,7 @@ NUMBERS = {
 """Entries of a report with one number per step, and their types; step: number of the step in its episode."""
 ACTING = ("actor", "segment", "operator", "held")
 """Entries that say who acts."""
-BEFORE = {"actor": 0, "segment": 0, "operator": "", "held": False}
+BEFORE = {"actor": int(ActingAgent.POLICY), "segment": int(Segment.AUTONOMOUS), "operator": "", "held": False}
 """Who acts before a robot reports anything: the policy."""
 
 
@@ -63,8 +85,8 @@ class ExecutedSteps:
         *,
         held: bool = False,
         plan_step: int = -1,
-        actor: int = 0,
-        segment: int = 0,
+        actor: int = ActingAgent.POLICY,
+        segment: int = Segment.AUTONOMOUS,
         operator: str = "",
     ) -> None:
         """Add an executed step: frames by field [*shape], action [A], and who acted, as `RecordedStep` says."""
@@ -73,8 +95,8 @@ class ExecutedSteps:
             "action": action,
             "step": step,
             "time": time.time(),
-            "actor": actor,
-            "segment": segment,
+            "actor": int(actor),
+            "segment": int(segment),
             "operator": operator,
             "held": held,
             "plan_step": plan_step,

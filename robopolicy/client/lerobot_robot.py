@@ -17,11 +17,12 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NoAnswer  # one of its own before Python 3.11
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -68,7 +69,10 @@ def make_lerobot_robot(kind: str | type, options: Mapping[str, Any]) -> Robot:
 
     name = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
     if isinstance(kind, str):
-        failures = _import_robots()
+        import lerobot.cameras
+        import lerobot.robots
+
+        failures = import_all([lerobot.robots, lerobot.cameras], PACKAGES)
         robot_types = RobotConfig.get_known_choices()
         if name not in robot_types:
             import_errors = "".join(f" {module} could not be imported: {error}." for module, error in failures.items())
@@ -83,26 +87,25 @@ def make_lerobot_robot(kind: str | type, options: Mapping[str, Any]) -> Robot:
         raise ConfigError(f"The robot '{name}' cannot be created with the options {dict(options)}: {error}") from error
 
 
-def _import_robots() -> dict[str, str]:
-    """Import LeRobot's robots and cameras and those of installed packages; return failed module -> error."""
-    import lerobot.cameras
-    import lerobot.robots
-
+def import_all(packages: Sequence[ModuleType], prefix: str | tuple[str, ...]) -> dict[str, str]:
+    """Import what LeRobot's `packages` contain, and installed distributions whose name starts with `prefix`; return
+    failed distribution -> error.
+    """
     names = [
         f"{package.__name__}.{module.name}"
-        for package in (lerobot.robots, lerobot.cameras)
+        for package in packages
         for module in pkgutil.iter_modules(package.__path__)
         if module.ispkg
     ]
     distributions = {str(each.metadata.get("Name")) for each in importlib.metadata.distributions()}
-    names += sorted(name for name in distributions if name.startswith(PACKAGES))
+    names += sorted(name for name in distributions if name.startswith(prefix))
     failures: dict[str, str] = {}
     for name in names:
         try:
             importlib.import_module(name)
-        except Exception as error:  # a robot that nobody asked for may lack its driver
+        except Exception as error:  # a device that nobody asked for may lack its driver
             failures[name] = f"{type(error).__name__}: {error}"
-    return {name: text for name, text in failures.items() if name.startswith(PACKAGES)}
+    return {name: text for name, text in failures.items() if name.startswith(prefix)}
 
 
 def bgr_cameras(robot: Robot) -> tuple[str, ...]:

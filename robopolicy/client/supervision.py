@@ -25,6 +25,7 @@ from websockets.sync.client import connect
 
 from .driver import Driver
 from .errors import RobopolicyError
+from .executed import ActingAgent, Segment
 from .keys import IMAGE_PREFIX
 from .policy_client import USES_PROXIES, proxy_for, server_url, tls_context
 from .protocol import FAILURE, pack, unpack
@@ -34,8 +35,6 @@ PATH = "/robot"
 """Path of a console that robots connect to."""
 ACTING = "autonomous"
 """Mode in which the policy acts; in any other one it does not."""
-HUMAN, CORRECTION = 1, 2
-"""Codes of who acts and of the kind of segment, in reports of executed steps."""
 IMAGE_SECONDS = 0.15
 """Minimum seconds between two reports with camera images."""
 LARGEST = 320
@@ -89,7 +88,9 @@ class Supervised:
         elif operated is None:
             action = self.driver.override(None)
         else:
-            action = self.driver.override(operated, actor=HUMAN, segment=CORRECTION, operator="console")
+            action = self.driver.override(
+                operated, actor=ActingAgent.HUMAN, segment=Segment.CORRECT, operator="console"
+            )
         self._tell(frames, action, mode)
         return action
 

@@ -9,7 +9,8 @@ information. Axes: N step, E episode.
 import torch
 from torch import Tensor
 
-from robopolicy.core.acting import ActingAgent, Segment
+from robopolicy.client.executed import ActingAgent as ActingAgent
+from robopolicy.client.executed import Segment as Segment
 from robopolicy.core.arrays import integers
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.former_names import keep_former_names

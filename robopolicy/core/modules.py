@@ -41,3 +41,9 @@ class Module(Weights, Protocol):
     def eval(self) -> Self:
         """As in nn.Module."""
         ...
+
+
+def device_of(policy: object) -> torch.device:
+    """Return the device of a policy's weights; the CPU for a policy without weights."""
+    weights = policy.parameters() if isinstance(policy, nn.Module) else iter(())
+    return next((weight.device for weight in weights), torch.device("cpu"))

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from robopolicy.core.acting import ActingAgent
 from robopolicy.core.arrays import Array
 from robopolicy.core.origin import prefix_errors
 from robopolicy.core.player import PlayedStep, PolicyActor
@@ -19,7 +18,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.spec import Observation, WorldSpec, require_fit
 from robopolicy.core.world import Rows
 from robopolicy.data.configuration import CorrectConfig
-from robopolicy.operators.alarms import Alarm, alarms_of, counting_alarms
+from robopolicy.operators.alarms import Alarm, Alarms, counting_alarms
 from robopolicy.operators.assistance import Turn, assisted
 from robopolicy.operators.operator import Operator
 from robopolicy.operators.shared_control import Mode
@@ -46,25 +45,23 @@ class AssistedPolicy:
         with prefix_errors(policy):
             require_fit(policy.spec, spec)
         self.policy = PolicyActor(policy, generator)
-        self.alarms = [*counting_alarms(config, rows), *alarms]
+        self.alarms = Alarms([*counting_alarms(config, rows), *alarms], rows)
         self.assistance = assisted(config, spec.action, rows, operator)
         self._chunk = np.zeros((rows, policy.spec.chunk, spec.action.size))
         self._place = np.zeros(rows, dtype=np.int64)  # of the control step in its chunk
-        self._live = np.zeros(rows, dtype=bool)  # rows that ran in the last control step
 
     def reset(self, rows: Rows = None) -> None:
         """Clear the memory of `rows` [R] (None: all)."""
         self.policy.reset(rows)
         index = self._index(rows)
-        self._place[index], self._live[index] = 0, False
+        self._place[index], self.alarms.live[index] = 0, False
 
     def begin(self, seeds: Array, rows: Rows = None) -> None:
         """Start the episodes with `seeds` [R] in `rows` [R] (None: all), with the policy in control."""
         index = self._index(rows)
         self.policy.begin(seeds, rows)
         self.assistance.start(seeds, index)
-        for alarm in self.alarms:
-            alarm.start(index, seeds)
+        self.alarms.start(index, seeds)
 
     def _index(self, rows: Rows) -> Array:
         return np.arange(len(self._place)) if rows is None else np.asarray(rows)
@@ -72,15 +69,11 @@ class AssistedPolicy:
     def choose(self, observation: Observation) -> tuple[Array, Turn]:
         """Return the next control step of every row, [B, 1, A], and its actor and segment."""
         moving = np.isin(self.assistance.modes, (Mode.AUTONOMOUS, Mode.OPERATED))
-        due = np.flatnonzero((self._place == 0) & moving)
-        for alarm in self.alarms:
-            if alarm.reads_decisions and len(due):
-                alarm.decide(observation, due)
-        acting, resumed = self.assistance.next(alarms_of(self.alarms, self._live))
+        self.alarms.decide(observation, np.flatnonzero((self._place == 0) & moving))
+        acting, resumed = self.assistance.next(self.alarms.raised())
         if resumed.any():
             self._place[resumed] = 0
-            for alarm in self.alarms:
-                alarm.resume(np.flatnonzero(resumed))
+            self.alarms.resume(np.flatnonzero(resumed))
         if (deciding := acting & (self._place == 0)).any():
             self._chunk[deciding] = self.policy.choose(observation, deciding)[0][deciding]
         planned_actions = self._chunk[np.arange(len(self._place)), self._place]
@@ -90,10 +83,7 @@ class AssistedPolicy:
 
     def watch(self, played: PlayedStep[Any]) -> None:
         """Take the results of the last control step."""
-        rewards = np.where(played.running, played.step.reward[:, 0], 0.0)
-        policy = played.running & (played.info.actor == ActingAgent.POLICY)
-        for alarm in self.alarms:
-            alarm.step(rewards, policy)
-        self._live = played.running & ~played.step.ended
+        step = played.step
+        self.alarms.watch(step.reward[:, 0], played.info.actor, played.running, step.ended)
         if played.ended.any():
             self.assistance.end(np.flatnonzero(played.ended))

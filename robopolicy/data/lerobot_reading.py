@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.acting import ActingAgent, Segment
+from robopolicy.client.executed import ActingAgent, Segment
 from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.checkpoints import invalid_field_entry
 from robopolicy.core.episodes import Episodes

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from robopolicy.client.executed import ActingAgent
 from robopolicy.core.arrays import Array
 from robopolicy.core.spec import Observation
 from robopolicy.operators.configuration import AssistConfig
@@ -210,10 +211,39 @@ def counting_alarms(config: AssistConfig, rows: int) -> list[Alarm]:
     return alarms
 
 
-def alarms_of(alarms: Sequence[Alarm], rows: Array) -> list[tuple[int, str, int | None]]:
-    """Return row, reason and steps to go back (None if unknown) of every alarm in `rows`, [B] bool."""
-    return [
-        (int(row), alarm.name, alarm.steps_back(int(row)))
-        for alarm in alarms
-        for row in np.flatnonzero(alarm.raised() & rows)
-    ]
+class Alarms:
+    """Several alarms of rows [B]. live: [B] bool, rows that ran in the last control step; only their alarms count."""
+
+    def __init__(self, alarms: Sequence[Alarm], rows: int):
+        self._alarms = alarms
+        self.live = np.zeros(rows, dtype=bool)
+
+    def start(self, rows: Array, seeds: Array) -> None:
+        """Begin episodes with `seeds` [R] in `rows` [R]."""
+        for alarm in self._alarms:
+            alarm.start(rows, seeds)
+
+    def resume(self, rows: Array) -> None:
+        """Let the policy act again in `rows` [R], after an operator."""
+        for alarm in self._alarms:
+            alarm.resume(rows)
+
+    def decide(self, observation: Observation, rows: Array) -> None:
+        """Show those that read decisions an observation [B, H, ...] from which a decision is due in `rows` [R]."""
+        for alarm in self._alarms:
+            if alarm.reads_decisions and len(rows):
+                alarm.decide(observation, rows)
+
+    def watch(self, rewards: Array, actor: Array, running: Array, ended: Array) -> None:
+        """Take a control step, [B] each: rewards, who acted, rows that ran in it, and those whose episode ended."""
+        for alarm in self._alarms:
+            alarm.step(np.where(running, rewards, 0.0), running & (actor == ActingAgent.POLICY))
+        self.live = running & ~ended
+
+    def raised(self) -> list[tuple[int, str, int | None]]:
+        """Return row, reason and steps to go back (None if unknown) of every alarm in live rows."""
+        return [
+            (int(row), alarm.name, alarm.steps_back(int(row)))
+            for alarm in self._alarms
+            for row in np.flatnonzero(alarm.raised() & self.live)
+        ]

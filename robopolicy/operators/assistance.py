@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from robopolicy.core.acting import ActingAgent, Segment
+from robopolicy.client.executed import ActingAgent, Segment
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import Field, Observation
@@ -115,7 +115,7 @@ class Assistance(Team):
             control = self.control
             self.tick()
             for row, reason, back in alarms:
-                steps = back if back is not None and self._adaptive else self._rewind
+                steps = min(back if back is not None and self._adaptive else self._rewind, self.paths.length(row))
                 if control.alarm(row, self.now, reason, rewind=steps > 0):
                     self.paths.rewind(row, steps)
             for row, mode in enumerate(control.modes):
@@ -123,10 +123,6 @@ class Assistance(Team):
                     control.rewound(row, self.now)
                 elif mode is Mode.OPERATED and self._is_over(row):
                     control.hand_back(row, self.now)
-            control.step(self.now)
-            for row, mode in enumerate(control.modes):  # an alarm at the very beginning has nothing to undo
-                if mode is Mode.REWINDING and self.paths.is_back(row):
-                    control.rewound(row, self.now)
             control.step(self.now)
             resumed = np.array([mode is Mode.HANDING_BACK for mode in control.modes])
             for row in np.flatnonzero(resumed):

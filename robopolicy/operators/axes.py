@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from robopolicy.client.element_kinds import Kind, is_gripper, kinds_of
-from robopolicy.core.acting import ActingAgent
+from robopolicy.client.executed import ActingAgent
+from robopolicy.core.action_bounds import bounds_of
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import Field, Observation
@@ -29,15 +30,12 @@ class AxisMapping:
     """
 
     def __init__(self, action: Field, fps: float, speed: float = 0.25, gripper_speed: float = 2.0):
-        low, high = (
-            np.broadcast_to(np.asarray(bound, np.float64), action.shape) for bound in (action.low, action.high)
-        )
+        low, high = (bound.reshape(action.shape) for bound in bounds_of(action))
         if not np.isfinite([low, high]).all():
             raise ConfigError(
                 "Axes move actions within their range, but these actions are unbounded: set the range of every element "
                 "in the policy's description, or use a LeRobot teleoperator."
             )
-        self.names = action.names or tuple(f"action {place}" for place in range(action.size))
         kinds = kinds_of(action.names, action.unit) if action.names else [Kind.UNKNOWN] * action.size
         grippers = np.array([is_gripper(name) for name in action.names or ("",) * action.size])
         self._low, self._high = low, high

@@ -28,8 +28,7 @@ class AssistConfig(FormerNames):
     """Control steps after which an operator hands back to the policy, 0 for never (RaC)."""
     rewind: Natural | Literal["adaptive"] = 0
     """Number of the policy's control steps that are undone first (RaC's recovery), starting with the last; adaptive:
-    all
-    that a detector's index considers unusual (FLOAT). Positions are repeated backwards, grippers stay, and other
+    all that a detector's index considers unusual (FLOAT). Positions are repeated backwards, grippers stay, and other
     actions are mirrored about the middle of their range. 0 corrects at once, which gave better policies on push_cube
     (rl/offline/README.md).
     """

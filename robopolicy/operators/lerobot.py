@@ -1,14 +1,12 @@
 """LeRobot's teleoperators as operators, by their type: leader arms, gamepads, keyboards, phones and installed ones."""
 
-import importlib
-import importlib.metadata
-import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from robopolicy.core.acting import ActingAgent
+from robopolicy.client.executed import ActingAgent
+from robopolicy.client.lerobot_robot import import_all
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.registry import is_dotted, load_dotted
@@ -108,7 +106,7 @@ def _make(name: str, options: Mapping[str, Any]) -> Any:
     if is_dotted(name):
         kind = load_dotted(name, "Teleoperator")
     else:
-        failures = _import_all(teleoperators)
+        failures = import_all([teleoperators], PACKAGES)
         choices = teleoperators.TeleoperatorConfig.get_known_choices()
         if name not in choices:
             problems = "".join(f" {module} could not be imported: {error}." for module, error in failures.items())
@@ -118,19 +116,3 @@ def _make(name: str, options: Mapping[str, Any]) -> Any:
         return teleoperators.make_teleoperator_from_config(draccus.decode(kind, dict(options)))
     except Exception as error:  # LeRobot wraps what drivers raise; all of it is about what the user has named
         raise ConfigError(f"The teleoperator '{name}' cannot be created with {dict(options)}: {error}") from error
-
-
-def _import_all(teleoperators: Any) -> dict[str, str]:
-    """Import LeRobot's teleoperators and those of installed packages; return failed package -> error."""
-    names = [
-        f"{teleoperators.__name__}.{each.name}" for each in pkgutil.iter_modules(teleoperators.__path__) if each.ispkg
-    ]
-    distributions = {str(each.metadata.get("Name")) for each in importlib.metadata.distributions()}
-    names += sorted(name for name in distributions if name.startswith(PACKAGES))
-    failures: dict[str, str] = {}
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # a teleoperator that nobody asked for may lack its driver
-            failures[name] = f"{type(error).__name__}: {error}"
-    return {name: text for name, text in failures.items() if name.startswith(PACKAGES)}

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from robopolicy.core.acting import ActingAgent
+from robopolicy.client.executed import ActingAgent
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.registry import named_arguments

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from robopolicy.client.element_kinds import POSITIONS, Kind, is_gripper, keeps_value, kinds_of
+from robopolicy.core.action_bounds import bounds_of
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import Field
@@ -32,7 +33,7 @@ class Paths:
     """
 
     def __init__(self, action: Field, rows: int, rewinds: bool = False):
-        low, high = (np.broadcast_to(np.asarray(each, np.float64), action.shape) for each in (action.low, action.high))
+        low, high = (bound.reshape(action.shape) for bound in bounds_of(action))
         names = action.names or ("",) * action.size
         kinds = kinds_of(action.names, action.unit) if action.names else [Kind.UNKNOWN] * action.size
         self._grippers = np.array([is_gripper(name) or "gripper" in name for name in names])
@@ -59,6 +60,10 @@ class Paths:
         """Append the executed actions [R, A] of `rows` [R]."""
         for row, action in zip(rows, actions, strict=True):
             self._done[row].append(action)
+
+    def length(self, row: int) -> int:
+        """Return the number of a row's control steps that can be undone."""
+        return len(self._done[row])
 
     def last(self, row: int) -> Array:
         """Return a row's last action [A], at rest before the first."""

@@ -1,9 +1,12 @@
 """Connection limits: open sockets, wrong keys and control frames, enforced before a handshake completes."""
 
 import asyncio
+import ipaddress
 import math
+import ssl
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any, cast
 
 from websockets.asyncio.server import ServerConnection
@@ -11,12 +14,33 @@ from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import State
 
 from robopolicy.client.protocol import Limits
+from robopolicy.core.errors import ServingError
 from robopolicy.core.former_names import keep_former_names
 
 READ_BYTES = 32 * 1024
 """Bytes read from a socket at a time: data is processed in parts of this size, so a flood is noticed after the first
 part.
 """
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is this machine's alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def server_tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """Return the TLS context of a server, None without a certificate; raises ServingError if it cannot be used."""
+    if certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ServingError(f"The certificate {certificate} (key {key}) cannot be used: {error}") from error
+    return context
 
 
 class ConnectionLimiter:

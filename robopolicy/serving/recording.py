@@ -24,11 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.client.executed import ActingAgent, Segment
 from robopolicy.client.protocol import pack
 from robopolicy.core.errors import ServingError
 
-POLICY, AUTONOMOUS = 0, 0
-"""Codes of `ActingAgent` and `Segment` in `robopolicy.core.interventions`, which imports torch."""
 WAITING = 256 * 2**20
 """Maximum bytes of steps that wait to be written; further ones are dropped."""
 STARTS_WITHIN = 120.0
@@ -51,8 +50,8 @@ class RecordedStep:
 
     observation: Mapping[str, np.ndarray]
     action: np.ndarray
-    actor: int = POLICY
-    segment: int = AUTONOMOUS
+    actor: int = int(ActingAgent.POLICY)
+    segment: int = int(Segment.AUTONOMOUS)
     operator: str = ""
     held: bool = False
     plan: np.ndarray | None = None

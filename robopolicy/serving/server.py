@@ -11,14 +11,12 @@ import asyncio
 import functools
 import gc
 import hmac
-import ipaddress
 import itertools
 import json
 import logging
 import os
 import secrets
 import signal
-import ssl
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -41,7 +39,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.spec import Observation, PolicySpec
 from robopolicy.inference.chunking import Plans
 from robopolicy.serving.batching import BusyError, InferenceQueue
-from robopolicy.serving.connections import ConnectionLimiter, LimitedConnection, address_of
+from robopolicy.serving.connections import ConnectionLimiter, LimitedConnection, address_of, is_loopback, server_tls
 from robopolicy.serving.conversations import Conversation
 from robopolicy.serving.session_recording import Recordings
 from robopolicy.serving.sessions import Answer, RobotSession, Sessions
@@ -113,11 +111,7 @@ async def _stop_with_parent(stop: asyncio.Event) -> None:
 
 def require_safe_address(settings: ServerSettings) -> None:
     """Raise ServingError if the server would listen beyond this machine without an API key."""
-    try:
-        loopback = settings.host == "localhost" or ipaddress.ip_address(settings.host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback and not settings.api_key:
+    if not is_loopback(settings.host) and not settings.api_key:
         raise ServingError(
             f"Listening on {settings.host} lets anyone on the network control your robot. Set an API key with "
             "ROBOPOLICY_API_KEY=SECRET (or serve.api_key=SECRET), or listen on 127.0.0.1."
@@ -226,7 +220,7 @@ class PolicyServer:
                 close_timeout=min(settings.keepalive, SHUTDOWN / 4),
                 open_timeout=10.0,
                 origins=cast(Any, [None, *settings.origins]),
-                ssl=_tls(settings),
+                ssl=server_tls(settings.certificate, settings.certificate_key),
                 create_connection=cast(Any, functools.partial(LimitedConnection, door=self.door)),
             )
         except OSError as error:
@@ -419,18 +413,6 @@ def _reported_bytes(spec: PolicySpec) -> int:
     """Return the bytes that the steps of two chunks may have, images at the policy's size."""
     sizes = [field.size * (1 if field.dtype == "uint8" else 8) for field in spec.observation.values()]
     return 2 * spec.prediction * sum(sizes)
-
-
-def _tls(settings: ServerSettings) -> ssl.SSLContext | None:
-    if settings.certificate is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(settings.certificate, settings.certificate_key)
-    except (OSError, ssl.SSLError) as error:
-        label = f"{settings.certificate} (key {settings.certificate_key})"
-        raise ServingError(f"The certificate {label} cannot be used: {error}") from error
-    return context
 
 
 def _trace(error: Exception) -> list[str]:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from robopolicy.client.driver import Driver
+from robopolicy.client.executed import ActingAgent
 from robopolicy.client.protocol import FAILURE
-from robopolicy.core.acting import ActingAgent
 from robopolicy.core.arrays import Array, is_mapping
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
 from robopolicy.core.world import Renders, Step, World, can_render
-from robopolicy.operators.alarms import Alarm, ServerAlarm, alarms_of
+from robopolicy.operators.alarms import Alarm, Alarms, ServerAlarm
 from robopolicy.operators.assistance import Assistance, Turn
 from robopolicy.serving.console.fleet import Fleet
 
@@ -39,9 +39,8 @@ class SharedRobots:
     def __init__(self, world: World, assistance: Assistance, alarms: Sequence[Alarm] = (), fleet: Fleet | None = None):
         self.assistance, self.fleet = assistance, fleet
         self._server = ServerAlarm(world.batch_size)
-        self._alarms: list[Alarm] = [self._server, *alarms]
+        self._alarms = Alarms([self._server, *alarms], world.batch_size)
         self._world: Renders | None = None if world.spec.cameras or not can_render(world) else world
-        self._live = np.zeros(world.batch_size, dtype=bool)
         self._seen: list[object] = [None] * world.batch_size
         self._drawn = 0
         self.turn = Turn(np.zeros(world.batch_size, np.int64), np.zeros(world.batch_size, np.int64))
@@ -50,9 +49,8 @@ class SharedRobots:
         """Begin episodes with `seeds` [B], of which the first `count` run."""
         rows = np.arange(len(seeds))
         self.assistance.start(seeds, rows)
-        for alarm in self._alarms:
-            alarm.start(rows, seeds)
-        self._live[:] = rows < count
+        self._alarms.start(rows, seeds)
+        self._alarms.live = rows < count
         if self.fleet is not None:
             for row in range(count):
                 self.fleet.begin(row)
@@ -63,10 +61,10 @@ class SharedRobots:
         observation: of all robots [B, H, ...]. Raises a driver's error once its server is away for too long, unless an
         operator or nobody acts.
         """
-        acting, resumed = self.assistance.next(alarms_of(self._alarms, running & self._live))
+        self._alarms.live &= running
+        acting, resumed = self.assistance.next(self._alarms.raised())
         if resumed.any():
-            for alarm in self._alarms:
-                alarm.resume(np.flatnonzero(resumed))
+            self._alarms.resume(np.flatnonzero(resumed))
         rows = np.flatnonzero(running)
         for row in rows:
             drivers[row].look(frames_of(observation, row), ask=bool(acting[row]))
@@ -89,10 +87,13 @@ class SharedRobots:
         """Take what the server's last answer to a robot says, and show it on the console."""
         answer, seconds = driver.answer
         index: dict[str, float] = {}
+        alarms: tuple[str, ...] = ()
         failure = answer.get(FAILURE)
-        if answer is not self._seen[row] and is_mapping(failure):
-            index = {str(name): float(value) for name, value in dict(failure.get("index", {})).items()}
-            self._server.answered(row, index, tuple(map(str, failure.get("alarms", ()))))
+        if is_mapping(failure):
+            alarms = tuple(map(str, failure.get("alarms", ())))
+            if answer is not self._seen[row]:
+                index = {str(name): float(value) for name, value in dict(failure.get("index", {})).items()}
+                self._server.answered(row, index, alarms)
         self._seen[row] = answer
         if self.fleet is None:
             return
@@ -101,9 +102,8 @@ class SharedRobots:
             for key, value in observation.items()
             if key.startswith(IMAGE_PREFIX)
         }
-        if self.fleet.watched and self._world is not None and row == self._drawn % len(self._live):
+        if self.fleet.watched and self._world is not None and row == self._drawn % len(self._seen):
             images = {VIEW: self._world.render([row], None, *VIEW_SIZE)[0]}
-        alarms = tuple(map(str, failure.get("alarms", ()))) if is_mapping(failure) else ()
         latency = None if seconds is None else 1000 * seconds
         self.fleet.show(
             row, images=images, plan=driver.plan, action=action, index=index, alarms=alarms, latency_ms=latency
@@ -111,11 +111,8 @@ class SharedRobots:
 
     def watch(self, step: Step, running: Array) -> None:
         """Take the results of a control step; running: [B] bool, rows that ran in it."""
-        rewards = np.where(running, step.reward[:, 0], 0.0) if step.rewards else np.zeros(len(running))
-        policy = running & (self.turn.actor == ActingAgent.POLICY)
-        for alarm in self._alarms:
-            alarm.step(rewards, policy)
-        self._live = running & ~step.ended
+        rewards = step.reward[:, 0] if step.rewards else np.zeros(len(running))
+        self._alarms.watch(rewards, self.turn.actor, running, step.ended)
         self._drawn += 1
         if (ended := np.flatnonzero(running & step.ended)).size:
             self.assistance.end(ended)

@@ -20,6 +20,7 @@ import torch
 from robopolicy.client.protocol import Limits
 from robopolicy.client.training_ranges import TrainingRanges
 from robopolicy.core.errors import RobopolicyError, ServingError
+from robopolicy.core.modules import device_of
 from robopolicy.core.origin import origin_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
@@ -79,7 +80,7 @@ class ServedPolicy:
         self.ranges = TrainingRanges(
             known_ranges(policy), {key: each.names for key, each in policy.spec.observation.items()}
         )
-        self.device = settings.device or _device(policy)
+        self.device = settings.device or device_of(policy)
         generators = Generators(settings.seed, self.device)
         rows = settings.max_watched
         watch = None if loaded.watcher is None else Detection(loaded.watcher, rows, generators["detect"]).watch
@@ -313,11 +314,3 @@ def fingerprint(folder: Path) -> tuple[Any, ...]:
         return (place, *sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in place.iterdir()))
     except (RobopolicyError, OSError) as error:  # it is being replaced
         return (str(error),)
-
-
-def _device(policy: Policy) -> torch.device:
-    if isinstance(policy, torch.nn.Module):
-        parameter = next(policy.parameters(), None)
-        if parameter is not None:
-            return parameter.device
-    return torch.device("cpu")

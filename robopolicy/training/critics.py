@@ -22,7 +22,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.examples import example_observation
 from robopolicy.core.former_names import FormerName, keep_former_names
-from robopolicy.core.modules import Module
+from robopolicy.core.modules import Module, device_of
 from robopolicy.core.origin import described_origin
 from robopolicy.core.policy import ActsFromNoise, DecidesFromNoise, Decision, Policy, TensorObservation
 from robopolicy.core.progress import progress
@@ -582,12 +582,6 @@ def interface_of(
         history=spec.history,
         bounds=bounds,
     )
-
-
-def device_of(policy: Policy) -> torch.device:
-    """Return the device of a policy's weights; the CPU for a policy without weights."""
-    weights = policy.parameters() if isinstance(policy, torch.nn.Module) else iter(())
-    return next((weight.device for weight in weights), torch.device("cpu"))
 
 
 LOG_EVERY, SAVE_EVERY = 100, 1000

@@ -47,7 +47,7 @@ from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.critics import AgentPolicy, Redraw, critic_interface, fit_agent
 from robopolicy.training.offline.configuration import IMPROVERS
-from robopolicy.training.offline.guided import GuidedGenerator, require_vectors
+from robopolicy.training.offline.guided import GuidedGenerator
 from robopolicy.training.offline.improvers import Imagination, Improver, OfflineContext, Wraps
 from robopolicy.training.offline.rounds import Rounds, improve_in_rounds
 from robopolicy.verbs.job import Job, evaluate_in_own_world, normalised, starting_checkpoint
@@ -151,8 +151,9 @@ def learn_critic(
     """
     section, seed = config.offline, config.run.seed
     sources = Sources(config, policy, episodes, device)
-    episodes = sources.draw(policy, "")
-    sources.print_counts()
+    parts = sources.draw(policy, "")
+    print_sources(parts)
+    episodes = joined(parts)
     deployed = getattr(section.improve.config, "deploys_critic", False)
     interface = critic_interface(policy, episodes, deployed=deployed)
     agent_config = section.agent.config
@@ -171,7 +172,7 @@ def learn_critic(
         acting = AgentPolicy(agent, interface, policy.spec.fps)
 
         def drawn(step: int) -> Transitions:
-            redrawn = sources.draw(acting, f" {step}")
+            redrawn = joined(sources.draw(acting, f" {step}"))
             return recorded_decisions(redrawn, interface, agent_config.discount).transitions
 
         redraw = Redraw(fitting.redraw_every, drawn)
@@ -197,16 +198,16 @@ class Sources:
         self.config = config
         self.device = device
         self.recorded = recorded
-        self.counts: dict[str, tuple[int, int]] = {}
         self.guided = None
         if "guided" in config.offline.data:
-            require_vectors(policy, recorded)
             draws = Generators(derive_seed(config.run.seed, "offline/guided"), device)
             weights_seed = derive_seed(config.run.seed, "guided weights")
-            self.guided = GuidedGenerator(recorded, config.offline.guided, draws, weights_seed)
+            self.guided = GuidedGenerator(policy, recorded, config.offline.guided, draws, weights_seed)
 
-    def draw(self, policy: Policy, label: str) -> Episodes:
-        """Return recorded episodes and those drawn with `policy`; label: names the draw, for its random numbers."""
+    def draw(self, policy: Policy, label: str) -> dict[str, Episodes]:
+        """Return recorded episodes and those drawn with `policy`, by source; label: names the draw, for its random
+        numbers.
+        """
         parts: dict[str, Episodes] = {}
         if "recorded" in self.config.offline.data:
             parts["recorded"] = self.recorded
@@ -215,14 +216,20 @@ class Sources:
         if self.guided is not None:
             draws = Generators(derive_seed(self.config.run.seed, f"offline/guided{label}"), self.device)
             parts["guided"] = self.guided.draw(policy, draws["guided"]).to(self.device)
-        self.counts = {name: (len(part), part.step_count) for name, part in parts.items()}
-        return next(iter(parts.values())) if len(parts) == 1 else Episodes.concatenate(list(parts.values()))
+        return parts
 
-    def print_counts(self) -> None:
-        """Print the number of episodes and steps per source, unless all are recorded."""
-        if set(self.counts) != {"recorded"}:
-            counts = ", ".join(f"{episodes} {name} ({steps} steps)" for name, (episodes, steps) in self.counts.items())
-            output.print(f"The critic is trained on episodes: {counts}.")
+
+def joined(parts: Mapping[str, Episodes]) -> Episodes:
+    """Return the episodes of all sources, without a copy of the only one."""
+    first, *others = parts.values()
+    return Episodes.concatenate([first, *others]) if others else first
+
+
+def print_sources(parts: Mapping[str, Episodes]) -> None:
+    """Print the number of episodes and steps per source, unless all are recorded."""
+    if set(parts) != {"recorded"}:
+        counts = ", ".join(f"{len(part)} {name} ({part.step_count} steps)" for name, part in parts.items())
+        output.print(f"The critic is trained on episodes: {counts}.")
 
 
 def imagination(config: Config, policy: Policy, device: torch.device) -> Imagination:

@@ -16,7 +16,7 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.evaluation.world_model import examine
 from robopolicy.training.fit import fit_stages
 from robopolicy.training.offline.configuration import GuidedConfig
-from robopolicy.training.offline.guided import guided_episodes
+from robopolicy.training.offline.guided import GuidedGenerator
 from worldmodels.checkpoint import load_world_model, save_world_model
 from worldmodels.configuration import PlanConfig, ReadoutConfig, TrajectoryConfig
 from worldmodels.encoding import EncodedPolicy, encode_episodes
@@ -115,5 +115,6 @@ def guided(device: str) -> dict[str, Any]:
     """Let a policy guide what such a model draws."""
     spec = replace(STATES, instructions=STATES.instructions[:1])
     config = GuidedConfig(episodes=3, length=4, steps=2, width=16)
-    episodes = guided_episodes(made("flow", device, spec=spec), recorded(spec), config, Generators(0, device), 0)
+    policy, generators = made("flow", device, spec=spec), Generators(0, device)
+    episodes = GuidedGenerator(policy, recorded(spec), config, generators, 0).draw(policy, generators["guided"])
     return {"lengths": episodes.lengths, "actions": episodes.actions, "observation": dict(episodes.observation)}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from robopolicy.core.acting import ActingAgent, Segment
+from robopolicy.client.executed import ActingAgent, Segment
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import STATE, Field
 from robopolicy.operators import OPERATORS

@@ -4,8 +4,8 @@ import numpy as np
 from test_drive import Counter, Forecaster
 
 from robopolicy.cli import main
+from robopolicy.client.executed import ActingAgent
 from robopolicy.client.protocol import FAILURE
-from robopolicy.core.acting import ActingAgent
 from robopolicy.core.spec import STATE
 from robopolicy.operators.alarms import BudgetAlarm, ServerAlarm
 from robopolicy.operators.assistance import Assistance

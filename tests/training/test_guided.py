@@ -19,7 +19,7 @@ from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.training.offline.configuration import GuidedConfig
-from robopolicy.training.offline.guided import GuidedGenerator, as_episodes, decided, guided_episodes
+from robopolicy.training.offline.guided import GuidedGenerator, as_episodes, decided
 from robopolicy.verbs import offline
 from robopolicy.verbs.offline import imagined_episodes
 from worldmodels import save_world_model
@@ -110,14 +110,16 @@ def test_what_is_drawn_ends_with_success_and_is_cut_else(monkeypatch):
     assert len(decisions) == walks().step_count + 5  # those that are cut are worth what is behind them
 
 
+def drawn_for(policy, episodes: Episodes, config: GuidedConfig) -> Episodes:
+    generators = Generators(0)
+    return GuidedGenerator(policy, episodes, config, generators, 0).draw(policy, generators["guided"])
+
+
 @pytest.mark.long
 @pytest.mark.checks("Policy-Guided Diffusion")
 def test_guidance_brings_what_is_drawn_nearer_to_the_policy():
     config = GuidedConfig(episodes=32, length=4, steps=30, width=32)
-    drawn = {
-        strength: guided_episodes(Says(), walks(), replace(config, guidance=strength), Generators(0), 0)
-        for strength in (0.0, 3.0)
-    }
+    drawn = {strength: drawn_for(Says(), walks(), replace(config, guidance=strength)) for strength in (0.0, 3.0)}
     assert all(len(each) == 32 and bool(each.actions.isfinite().all()) for each in drawn.values())
     distance = {strength: float((each.actions - 0.5).square().mean()) for strength, each in drawn.items()}
     assert distance[3.0] < 0.8 * distance[0.0]
@@ -137,7 +139,7 @@ def test_what_cannot_be_drawn_is_refused_with_the_reason():
         (replace(data, final_known=torch.zeros(len(data), dtype=torch.bool)), DataError, "lacks final observations"),
     ):
         with pytest.raises(error, match=text):
-            guided_episodes(Says(), given, config, Generators(0), 0)
+            drawn_for(Says(), given, config)
     with pytest.raises(ConfigError, match="guidance at least 0"):
         GuidedConfig(guidance=-1.0)
 

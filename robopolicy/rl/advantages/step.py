@@ -78,8 +78,7 @@ def state_keys(rollouts: Rollouts, resolution: float | None = None, *, with_acti
     later[:, 0] = False
     if resolution is not None or not vectors or not bool(later.any()):
         return keys_at(RESOLUTIONS[0] if resolution is None else resolution)
-    candidates = [keys_at(size) for size in RESOLUTIONS]
-    for keys in candidates:
+    for keys in map(keys_at, RESOLUTIONS):
         if float(_is_shared(keys, rollouts)[later].float().mean()) >= SHARED:
             return keys
     warnings.warn(
@@ -88,7 +87,7 @@ def state_keys(rollouts: Rollouts, resolution: float | None = None, *, with_acti
         RobopolicyNote,
         stacklevel=2,
     )
-    return candidates[-1]
+    return keys_at(RESOLUTIONS[-1])
 
 
 def _is_shared(keys: Tensor, rollouts: Rollouts) -> Tensor:

@@ -122,6 +122,14 @@ def nodes_alive(rollouts: Rollouts, values: Tensor) -> Tensor:
     return rollouts.alive.repeat_interleave(values.shape[1] // rollouts.shape[1], 1)
 
 
+def node_leaders(nodes: Segments, alive: Tensor) -> Tensor:
+    """Return, for every entry [N], the place of the first `alive` [N] entry of its node, which stands in several rows;
+    -1 without one.
+    """
+    place = torch.arange(len(alive), device=alive.device).double()
+    return nodes.minimum(place, alive, empty=-1.0)[nodes.index].long()
+
+
 def as_steps(values: Tensor, rollouts: Rollouts) -> Tensor:
     """Reshape [B, T] or [B, T * K] to the shape of an advantage: [B, T] or [B, T, K]."""
     return values if values.shape == rollouts.shape else values.reshape(rollouts.mask.shape)
@@ -177,9 +185,7 @@ def branch_grpo(
     flat, alive = values.flatten(), nodes_alive(rollouts, values).flatten()
     # A node stands in every row of its subtree; only its first place counts in the depth's mean and spread, so that a
     # node weighs the same however many leaves it has.
-    order = torch.arange(len(flat), device=flat.device)
-    leader = nodes.minimum(order.double(), alive, empty=-1.0)
-    is_leader = alive & (leader[nodes.index] == order)
+    is_leader = alive & (node_leaders(nodes, alive) == torch.arange(len(flat), device=flat.device))
     depths = _nodes(Segments.of(rollouts.group).index[:, None].expand(values.shape))
     mean, std = depths.mean(flat, is_leader)[depths.index], depths.std(flat, is_leader)[depths.index]
     size = depths.size(is_leader)[depths.index]

@@ -13,7 +13,7 @@ from robopolicy.core.segments import Segments, quantile
 from robopolicy.rl.advantages.gae import standardise
 from robopolicy.rl.advantages.group import broadcast, group_normalised, outcomes
 from robopolicy.rl.advantages.step import group_baseline, returns_to_go, state_keys, step_groups
-from robopolicy.rl.advantages.tree import as_steps, nodes_alive, per_decision, subtree_values
+from robopolicy.rl.advantages.tree import as_steps, node_leaders, nodes_alive, per_decision, subtree_values
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -264,11 +264,11 @@ def fork(rollouts: Rollouts, context: Context, *, trajectory: float = 1.0, forks
     alive = nodes_alive(rollouts, values)
     # A node stands in every row of its subtree; the first one represents it. Siblings have the same node before them;
     # before the first decision that is the group.
-    place = torch.arange(values.numel(), device=values.device)
-    leader = nodes.minimum(place.double(), alive.flatten(), empty=-1.0)[nodes.index].reshape(values.shape)
-    before = torch.cat([-1.0 - groups.index[:, None].double(), leader[:, :-1]], 1)
+    leader = node_leaders(nodes, alive.flatten()).reshape(values.shape)
+    before = torch.cat([-1 - groups.index[:, None], leader[:, :-1]], 1)
     siblings = Segments.of(before.flatten())
-    is_leader = alive & (leader == place.reshape(values.shape)) & counts[:, None]
+    place = torch.arange(values.numel(), device=values.device).reshape(values.shape)
+    is_leader = alive & (leader == place) & counts[:, None]
     usual = siblings.mean(values.flatten(), is_leader.flatten())[siblings.index].reshape(values.shape)
     episode = broadcast(group_normalised(returns, counts, groups), rollouts)
     share = values.shape[1] // rollouts.shape[1]

@@ -1,7 +1,6 @@
 """Access to the console: everybody on this machine or, with a key, those who know it."""
 
 import hmac
-import ipaddress
 import secrets
 from urllib.parse import urlsplit
 
@@ -10,7 +9,7 @@ from aiohttp import web
 from robopolicy.client.protocol import Limits
 from robopolicy.core.errors import ServingError
 from robopolicy.serving.configuration import ConsoleConfig
-from robopolicy.serving.connections import ConnectionLimiter
+from robopolicy.serving.connections import ConnectionLimiter, is_loopback
 
 COOKIE = "robopolicy_console"
 LASTS = 12 * 3600
@@ -70,14 +69,6 @@ def is_own_page(request: web.Request) -> bool:
     """Whether a browser's request comes from a page of this console, or from no page at all."""
     origin = request.headers.get("Origin")
     return origin is None or urlsplit(origin).netloc == request.headers.get("Host")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address to listen on is this machine's alone."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def host_name(header: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.core.action_bounds import bounds_of
 from robopolicy.core.arrays import Array
 from robopolicy.operators.assistance import Team
 from robopolicy.operators.axes import AxesOperator
@@ -234,7 +235,7 @@ class Fleet:
     def about(self) -> dict[str, Any]:
         """Return the constants of a page: names of the action's elements, their range, and the control rate."""
         action = self.site.action
-        low, high = (np.broadcast_to(np.asarray(each, float), action.shape) for each in (action.low, action.high))
+        low, high = bounds_of(action)
         names = action.names or tuple(f"action {place}" for place in range(action.size))
         return {"axes": list(names), "low": _rounded(low), "high": _rounded(high), "fps": self.site.fps}
 

@@ -8,7 +8,6 @@ is JSON. The server runs in a thread of its own, so that no browser can delay a 
 import asyncio
 import io
 import json
-import ssl
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from robopolicy.client.supervision import PATH
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ServingError, SpecError
 from robopolicy.serving.configuration import ConsoleConfig
+from robopolicy.serving.connections import server_tls
 from robopolicy.serving.console.access import Access, is_own_page
 from robopolicy.serving.console.fleet import Fleet
 from robopolicy.serving.console.robots import LIMITS, RobotReports
@@ -104,15 +104,12 @@ class Console:
 
     async def _serve(self) -> None:
         config = self.config
-        context = None
+        context = server_tls(config.certificate, config.certificate_key)
         try:
-            if config.certificate is not None:
-                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-                context.load_cert_chain(config.certificate, config.certificate_key)
             runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=1.0)
             await runner.setup()
             await web.TCPSite(runner, config.host, config.port, ssl_context=context).start()
-        except (OSError, ssl.SSLError) as error:
+        except OSError as error:
             raise ServingError(f"The console cannot listen on {config.host}:{config.port}: {error}") from error
         self._ready.set_result(runner.addresses[0][1])
         await self._stop.wait()

@@ -31,11 +31,13 @@ from worldmodels.trajectory_diffusion import LogProb, TrajectoryDiffusion
 class GuidedGenerator:
     """A diffusion model of subsequences of `episodes`, which draws synthetic episodes guided towards a policy.
 
-    seed: of the model's weights. Training and sampling run on the device of `generators`, which must be the policies'.
-    Raises DataError when rewards, success or the observations after the last actions are not recorded.
+    policy: the first one; seed: of the model's weights. Training and sampling run on the device of `generators`, which
+    must be the policies'. Raises ConfigError when states are not vectors or there are several instructions, DataError
+    when rewards, success or the observations after the last actions are not recorded.
     """
 
-    def __init__(self, episodes: Episodes, config: GuidedConfig, generators: Generators, seed: int):
+    def __init__(self, policy: Policy, episodes: Episodes, config: GuidedConfig, generators: Generators, seed: int):
+        require_vectors(policy, episodes)
         cpu_episodes = episodes.to("cpu")
         spec = WorldSpec(
             "recorded",
@@ -59,24 +61,14 @@ class GuidedGenerator:
         """Draw `config.episodes` episodes, guided towards `policy`.
 
         An episode is a subsequence up to success, which ends the task; without success it is truncated, so the value
-        after its last state is bootstrapped. Raises ConfigError when states are not vectors or there are several
-        instructions.
+        after its last state is bootstrapped.
         """
-        require_vectors(policy, self.recorded)
         target = decided(policy, self.model, self.recorded.tasks[0], self.seed)
         return as_episodes(
             self.model,
             self.model.generate(self.config.episodes, generator, target, self.config.guidance),
             self.recorded,
         )
-
-
-def guided_episodes(
-    policy: Policy, episodes: Episodes, config: GuidedConfig, generators: Generators, seed: int
-) -> Episodes:
-    """Train a `GuidedGenerator` on `episodes` and draw from it once, guided towards `policy`; raises as it does."""
-    require_vectors(policy, episodes)
-    return GuidedGenerator(episodes, config, generators, seed).draw(policy, generators["guided"])
 
 
 def require_vectors(policy: Policy, episodes: Episodes) -> None:

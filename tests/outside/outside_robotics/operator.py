@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from robopolicy.core.acting import ActingAgent
+from robopolicy.client.executed import ActingAgent
 
 
 class Pusher:
