@@ -88,7 +88,7 @@ class RobotRecorder:
             [sys.executable, "-m", "robopolicy.serving.recording_writer", str(self.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for us: it ends when its input does
+            process_group=0,  # Ctrl-C is for us; in a session of its own its niceness would not count
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self._put({"description": dict(description), "limit": limit}, 0)
