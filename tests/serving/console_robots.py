@@ -20,7 +20,8 @@ class WalkingRobots:
     """
 
     def __init__(self, robots: int = 8, rate: float = 20.0):
-        self.assistance = Assistance(ACTION, robots, {}, clock=time.monotonic)
+        begin = time.monotonic()
+        self.assistance = Assistance(ACTION, robots, {}, clock=lambda: time.monotonic() - begin)
         self.fleet = Fleet(self.assistance, Site(ACTION, rate, robots), [f"robot {row + 1}" for row in range(robots)])
         self.alarms: list[tuple[int, str, int | None]] = []
         self.actions = np.zeros((robots, 3))

@@ -28,7 +28,10 @@ function connect() {
     if (event.data instanceof Blob) return frame(event.data);
     const message = JSON.parse(event.data);
     if (message.about) prepare(message.about);
-    if (message.state) update(message.state);
+    if (message.state) {
+      update(message.state);
+      requestAnimationFrame(() => socket.readyState === WebSocket.OPEN && socket.send("shown"));
+    }
     if (message.problem) problem(message.problem);
   };
 }
@@ -241,7 +244,8 @@ function showEvents() {
   shownEvents = mark;
   const lines = state.events.map((event) => {
     const detail = event.mode === "operated" ? `by ${event.operator}` : event.reason;
-    return item(event.mode, `${event.robot} ${event.mode}${detail ? `: ${detail}` : ""}`, event.time.toFixed(1));
+    const time = new Date(1000 * event.time).toLocaleTimeString("en-GB");
+    return item(event.mode, `${event.robot} ${event.mode}${detail ? `: ${detail}` : ""}`, time);
   });
   $("#events").replaceChildren(...lines.reverse());
 }

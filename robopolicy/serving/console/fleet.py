@@ -62,7 +62,8 @@ class Fleet:
         self.team, self.site = team, site
         self.robots = [RobotView(name) for name in names]
         self.watched = 0
-        self._clock, self._begun = clock, clock()
+        self._clock = clock
+        self._started = time.time() - team.now  # of the team's clock, in seconds since 1970
         self._joined = 0
 
     def show(
@@ -213,7 +214,7 @@ class Fleet:
         newest = list(self.team.control.events)[-EVENTS:]
         return [
             {
-                "time": round(event.time, 1),
+                "time": round(self._started + event.time, 1),
                 "robot": self.robots[event.robot].name,
                 "mode": event.mode.label,
                 "operator": event.operator,

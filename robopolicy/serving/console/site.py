@@ -9,6 +9,7 @@ import asyncio
 import io
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -38,9 +39,13 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 STATE_SECONDS = 0.05
-"""Seconds between two states that a browser receives."""
+"""Minimum seconds between two states that a browser receives."""
 IMAGE_SECONDS = 0.12
-"""Seconds between two rounds of camera frames."""
+"""Minimum seconds between two rounds of camera frames."""
+SHOWN = "shown"
+"""Message of a browser that has shown the last state."""
+HEARTBEAT = 6.0
+"""Seconds between two pings of a browser; without an answer within half of it, the connection is lost."""
 MESSAGE_BYTES = 4096
 """Longest message of a browser."""
 BROWSERS = 16
@@ -167,20 +172,22 @@ class Console:
             raise web.HTTPForbidden(text="Another website may not use the console.")
         if self.fleet.watched >= BROWSERS:
             raise web.HTTPServiceUnavailable(text=f"{BROWSERS} browsers watch already.")
-        socket = web.WebSocketResponse(heartbeat=2.0, max_msg_size=MESSAGE_BYTES, compress=False)
+        socket = web.WebSocketResponse(heartbeat=HEARTBEAT, max_msg_size=MESSAGE_BYTES, compress=False)
         await socket.prepare(request)
         name = self.fleet.join()
-        senders = [asyncio.create_task(each(socket, name)) for each in (self._send_states, self._send_images)]
+        shown = asyncio.Event()
+        sender = asyncio.create_task(self._send(socket, name, shown))
         try:
             async for message in socket:
                 if message.type is not WSMsgType.TEXT:
                     break
-                if problem := self._ordered(name, message.data):
+                if message.data == SHOWN:
+                    shown.set()
+                elif problem := self._ordered(name, message.data):
                     await socket.send_json({"problem": problem})
         finally:
             self.fleet.leave(name)
-            for sender in senders:
-                sender.cancel()
+            sender.cancel()
         return socket
 
     async def _robot(self, request: web.Request) -> web.StreamResponse:
@@ -212,21 +219,24 @@ class Console:
             return "Orders are JSON."
         return self.fleet.order(name, message) if isinstance(message, dict) else "An order is a JSON object."
 
-    async def _send_states(self, socket: web.WebSocketResponse, name: str) -> None:
+    async def _send(self, socket: web.WebSocketResponse, name: str, shown: asyncio.Event) -> None:
+        """Send states and camera frames, the next ones once the browser has `shown` the last: nothing piles up in a
+        slow one.
+        """
         await socket.send_json({"about": self.fleet.about()})
-        while not socket.closed:
-            await socket.send_json({"state": self.fleet.state(name)})
-            await asyncio.sleep(STATE_SECONDS)
-
-    async def _send_images(self, socket: web.WebSocketResponse, name: str) -> None:
         seen: dict[tuple[int, str], int] = {}
+        images_due = 0.0
         while not socket.closed:
-            for row, camera, number, image in self.fleet.images(seen):
-                seen[row, camera] = number
-                data = await asyncio.to_thread(jpeg, image)
-                label = camera.encode()[:255]
-                await socket.send_bytes(row.to_bytes(2, "big") + bytes([len(label)]) + label + data)
-            await asyncio.sleep(IMAGE_SECONDS)
+            shown.clear()
+            if (now := time.monotonic()) >= images_due:
+                images_due = now + IMAGE_SECONDS
+                for row, camera, number, image in self.fleet.images(seen):
+                    seen[row, camera] = number
+                    data = await asyncio.to_thread(jpeg, image)
+                    label = camera.encode()[:255]
+                    await socket.send_bytes(row.to_bytes(2, "big") + bytes([len(label)]) + label + data)
+            await socket.send_json({"state": self.fleet.state(name)})
+            await asyncio.gather(asyncio.sleep(STATE_SECONDS), shown.wait())
 
 
 def jpeg(image: Array) -> bytes:
