@@ -17,7 +17,7 @@ from typing import Any
 from robopolicy.core.errors import DataError, did_you_mean
 from robopolicy.core.storage import resource
 from robopolicy.evaluation.wilson import rate_difference
-from robopolicy.rl.papers import Paper
+from robopolicy.rl.papers import UNBUILT, Paper
 
 ABLATIONS = "mechanisms"
 """Benchmark of single mechanisms, in which `Paper.check` names an ablation."""
@@ -45,7 +45,7 @@ def effect(paper: Paper) -> str:
         method, baseline = rows[variant or list(rows)[-1]], next(iter(rows.values()))
         return difference_text(*([row["last deterministic"]] for row in (method, baseline)))
     if not paper.figure:
-        return "no figure" if paper.status != "absent" else ""
+        return "no figure" if paper.status not in UNBUILT else ""
     benchmark, _, paths = paper.figure.partition(": ")
     word = "over" if " over " in paths else "under"
     figures = published(benchmark)

@@ -25,10 +25,13 @@ TITLES: Mapping[Kind, str] = {
     "others": "Other sources of mechanisms",
 }
 
-Status = Literal["works", "part", "absent"]
+Status = Literal["works", "part", "absent", "not applicable"]
 """works: everything that is specific to the paper is implemented, available on the command line, and its mathematics is
-tested.
+tested. not applicable: there is nothing to run on a robot's policy, for the reason in the note.
 """
+
+UNBUILT: tuple[Status, ...] = ("absent", "not applicable")
+"""Statuses of rows that no mechanism or setting implements."""
 
 HEADER = ("paper", "arXiv", "where", "test", "status", "effect")
 
@@ -89,9 +92,10 @@ def cells(paper: Paper, effect: str) -> tuple[str, ...]:
 
 
 def count_by_status(*kinds: Kind) -> str:
-    """Count the papers of these kinds that work, are partly implemented, and are absent."""
+    """Count the papers of these kinds that work, are partly implemented, absent, and not applicable (only if any)."""
     statuses = [paper.status for paper in papers() if paper.kind in kinds]
-    parts = ", ".join(f"{statuses.count(status)} {status}" for status in ("works", "part", "absent"))
+    rest = ["not applicable"] if "not applicable" in statuses else []
+    parts = ", ".join(f"{statuses.count(status)} {status}" for status in ("works", "part", "absent", *rest))
     return f"{len(statuses)} papers: {parts}"
 
 

@@ -14,7 +14,7 @@ from robopolicy.configuration import compose
 from robopolicy.core.errors import DataError
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.paper_effects import difference_text, effect, numbers_text, values_at
-from robopolicy.rl.papers import papers
+from robopolicy.rl.papers import UNBUILT, Paper, count_by_status, papers
 from robopolicy.rl.registry import Slot, get_mechanism, mechanisms
 from robopolicy.verbs.bench import BENCHMARKS
 from robopolicy.verbs.verb import VERBS
@@ -63,7 +63,7 @@ def test_what_carries_a_paper_exists():
         for mechanism in paper.mechanisms:
             slot, _, name = mechanism.partition("/")
             assert get_mechanism(Slot(slot), name).source, f"{mechanism} has no source"
-        assert bool(paper.mechanisms or paper.settings) == (paper.status != "absent"), paper.id
+        assert bool(paper.mechanisms or paper.settings) == (paper.status not in UNBUILT), paper.id
         assert paper.note or paper.status == "works", f"{paper.id}: say what is missing, or why it is absent"
 
 
@@ -152,9 +152,18 @@ def test_a_path_leads_through_seeds_and_a_wrong_one_names_its_key():
 def test_every_figure_of_a_paper_is_published():
     for paper in ROWS:
         text = effect(paper)
-        assert bool(text) == (paper.status != "absent"), paper.id
+        assert bool(text) == (paper.status not in UNBUILT), paper.id
         assert not (paper.figure and paper.check), f"{paper.id}: one figure"
         assert not paper.figure or f"(bench {paper.figure.partition(':')[0]})" in text, paper.id
+
+
+def test_what_is_not_applicable_is_counted_apart(monkeypatch: pytest.MonkeyPatch):
+    statuses = ("works", "absent", "not applicable", "not applicable", "works")
+    rows = tuple(Paper(str(place), "", "", "robots", status) for place, status in enumerate(statuses))
+    monkeypatch.setattr("robopolicy.rl.papers.papers", lambda: rows)
+    assert count_by_status("robots") == "5 papers: 2 works, 0 part, 1 absent, 2 not applicable"
+    monkeypatch.setattr("robopolicy.rl.papers.papers", lambda: rows[:2])
+    assert count_by_status("robots") == "2 papers: 1 works, 0 part, 1 absent"
 
 
 def test_the_verb_prints_papers_and_says_whose_a_mechanism_is(tmp_path: Path, capsys):
