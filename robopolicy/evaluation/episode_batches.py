@@ -24,6 +24,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import NOISE_VERSION, EpisodeGenerator
 from robopolicy.core.spec import TASK
 from robopolicy.core.storage import read_errors, read_json_lines, storage_errors, write_atomic
+from robopolicy.core.temporal import SeenFrames, specification_of
 from robopolicy.core.world import Controller, Step, World
 
 
@@ -32,7 +33,8 @@ class EpisodeBatch:
     """Outcomes of n episodes, each [n]: success, cut (imagination truncated early) bool; returns; lengths in steps; the
     instructions, as the world gave them; outside: [1 + A] counts of actions beyond the bounds, see
     `OutsideBounds.counts`, None if not counted; own_success: the world's own success [n], where a classifier supplies
-    `success`; benchmark_score: the benchmark's own score [n], None if it has none.
+    `success`; benchmark_score: the benchmark's own score [n], None if it has none; robustness: of the world's formula
+    [n], see `core.temporal`, None without one.
     """
 
     success: np.ndarray
@@ -43,6 +45,7 @@ class EpisodeBatch:
     outside: np.ndarray | None = None
     own_success: np.ndarray | None = None
     benchmark_score: np.ndarray | None = None
+    robustness: np.ndarray | None = None
 
 
 def episode_batches(seeds: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
@@ -87,6 +90,8 @@ def play_episode_batch(
     if watch is not None:
         watch(None)
     outside_bounds = OutsideBounds(world.spec)
+    specification = specification_of(world)
+    frames = None if specification is None else SeenFrames(player.observation)
     returns = np.zeros(rows)
     lengths = np.zeros(rows, dtype=np.int64)
     step = None
@@ -95,6 +100,8 @@ def play_episode_batch(
         returns += np.where(step.valid, step.reward, 0.0).sum(-1)
         lengths += step.valid.sum(-1)
         outside_bounds.add(part.actions, step.valid & (np.arange(rows) < count)[:, None])
+        if frames is not None:
+            frames.add(step)
         if after_step is not None:
             after_step(step)
         if watch is not None:
@@ -114,6 +121,7 @@ def play_episode_batch(
         outside_bounds.counts,
         None if step.own_success is None else step.own_success[:count].copy(),
         None if step.benchmark_score is None else step.benchmark_score[:count].copy(),
+        None if frames is None or specification is None else frames.robustness(specification, count),
     )
 
 

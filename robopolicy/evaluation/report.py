@@ -23,6 +23,7 @@ from robopolicy.evaluation.tables import (
     detector_rows,
     fault_table,
     instruction_table,
+    specification_table,
     stage_rows,
     task_table,
     way_rows,
@@ -226,7 +227,9 @@ def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
 
 
 def _add_language(report: Report, result: Mapping[str, Any]) -> None:
-    """Add success by task, instruction and planted fault, where there are several, and under the language controls."""
+    """Add success by task, instruction and planted fault, where there are several, the formula of the episodes, and
+    success under the language controls.
+    """
     tasks = task_table(evaluated_policies_in(result))
     if tasks is not None:
         caption = "Success with Wilson 95 % intervals, over the episodes of this task; last row: over all of them."
@@ -242,6 +245,13 @@ def _add_language(report: Report, result: Mapping[str, Any]) -> None:
             "that ended before it began."
         )
         report.sections.append(Section("Success by planted fault", caption, header=faults[0], rows=faults[1]))
+    specified = specification_table(evaluated_policies_in(result))
+    if specified is not None:
+        caption = (
+            "Share of episodes that fulfil the formula of signal temporal logic, with Wilson 95 % intervals, and the "
+            "mean margin by which they fulfil (positive) or violate it, with bootstrap intervals."
+        )
+        report.sections.append(Section("Specification", caption, header=specified[0], rows=specified[1]))
     if "controls" in result:
         header, rows = control_table(result["controls"])
         caption = (

@@ -24,6 +24,7 @@ from robopolicy.core.player import PlayedStep
 from robopolicy.core.policy import Policy
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import WorldSpec
+from robopolicy.core.temporal import specification_of
 from robopolicy.core.world import ClassifiesSuccess, Controller, World, task_names
 from robopolicy.evaluation.episode_batches import (
     BatchPlayer,
@@ -55,7 +56,8 @@ class EvaluationResult:
     classifier: description of the classifier that supplies success, as in `core.world.ClassifiesSuccess`, with the
     world's own success [E] in `own_success` if it reports one; faults [E]: planted fault of each episode, "" for none,
     and the control steps before it begins in fault_begins [E]; () and None in a world without faults; benchmark_score:
-    the benchmark's own score [E], such as Push-T's largest coverage, None if it has none.
+    the benchmark's own score [E], such as Push-T's largest coverage, None if it has none; specification: formula of
+    signal temporal logic that the episodes were measured by, "" for none, with its robustness [E], see `core.temporal`.
     """
 
     world: str
@@ -77,6 +79,8 @@ class EvaluationResult:
     faults: tuple[str, ...] = ()
     fault_begins: np.ndarray | None = None
     benchmark_score: np.ndarray | None = None
+    specification: str = ""
+    robustness: np.ndarray | None = None
 
     @property
     def episodes(self) -> int:
@@ -199,6 +203,11 @@ class EvaluationResult:
             low_score, high_score = mean_interval(self.benchmark_score, self.confidence)
             mean = float(self.benchmark_score.mean())
             beyond["benchmark_score"] = {"mean": mean, "low": low_score, "high": high_score}
+        if self.robustness is not None:
+            low_margin, high_margin = mean_interval(self.robustness, self.confidence)
+            margins = {"mean": float(self.robustness.mean()), "low": low_margin, "high": high_margin}
+            fulfilled = counted_rate(int((self.robustness >= 0).sum()), self.episodes, self.confidence)
+            beyond["specification"] = {"formula": self.specification, "fulfilled": fulfilled, "robustness": margins}
         return {
             "world": self.world,
             "episodes": self.episodes,
@@ -233,6 +242,8 @@ class EvaluationResult:
             per_episode |= {"faults": list(self.faults), "fault_begins": self.fault_begins.tolist()}
         if self.benchmark_score is not None:
             per_episode["benchmark_score"] = self.benchmark_score.tolist()
+        if self.robustness is not None:
+            per_episode["robustness"] = self.robustness.tolist()
         return {**self.summary(), "per_episode": per_episode}
 
     @staticmethod
@@ -259,6 +270,8 @@ class EvaluationResult:
             faults=tuple(episodes.get("faults", ())),
             fault_begins=np.asarray(episodes["fault_begins"]) if "fault_begins" in episodes else None,
             benchmark_score=np.asarray(episodes["benchmark_score"]) if "benchmark_score" in episodes else None,
+            specification=data["specification"]["formula"] if "specification" in data else "",
+            robustness=np.asarray(episodes["robustness"]) if "robustness" in episodes else None,
         )
 
 
@@ -324,7 +337,8 @@ def evaluate_policy(
 @dataclass(frozen=True)
 class Evaluation:
     """Episodes of one policy in one world before they are played. seeds: [E]; batches: indices [n] into them; tasks:
-    [E] names of their tasks, () if there is only one; faults: those that the world plants, None for none.
+    [E] names of their tasks, () if there is only one; faults: those that the world plants, None for none;
+    specification: formula that measures the episodes, "" for none.
     """
 
     spec: WorldSpec
@@ -335,6 +349,7 @@ class Evaluation:
     tasks: tuple[str, ...] = ()
     classifier: Mapping[str, Any] | None = None
     faults: FaultPlan | None = None
+    specification: str = ""
 
     @staticmethod
     def of(
@@ -348,7 +363,9 @@ class Evaluation:
         classifier = world.success_classifier if isinstance(world, ClassifiesSuccess) else None
         tasks = task_names(world, distinct)
         plan = fault_plan(world, distinct)
-        return Evaluation(world.spec, distinct, batches, deterministic, confidence, tasks, classifier, plan)
+        formula = specification_of(world)
+        text = "" if formula is None else formula.text
+        return Evaluation(world.spec, distinct, batches, deterministic, confidence, tasks, classifier, plan, text)
 
     @property
     def parts(self) -> list[np.ndarray]:
@@ -365,10 +382,13 @@ class Evaluation:
         own_success = None if any(wave.own_success is None for wave in played.values()) else np.zeros_like(success)
         scored = all(wave.benchmark_score is not None for wave in played.values())
         benchmark_score = np.zeros(len(seeds)) if scored else None
+        robustness = np.zeros(len(seeds)) if self.specification else None
         for place, index in enumerate(self.batches):
             wave = played[place]
             if benchmark_score is not None:
                 benchmark_score[index] = wave.benchmark_score
+            if robustness is not None:
+                robustness[index] = wave.robustness
             if own_success is not None:
                 own_success[index] = wave.own_success
             success[index], returns[index] = wave.success, wave.returns
@@ -396,6 +416,8 @@ class Evaluation:
             faults=() if self.faults is None else self.faults.names,
             fault_begins=None if self.faults is None else self.faults.begins,
             benchmark_score=benchmark_score,
+            specification=self.specification,
+            robustness=robustness,
         )
 
 

@@ -70,6 +70,23 @@ def fault_table(judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[s
     return ["fault", "began", *rows[0]], [[row[0], begun_texts.get(row[0], ""), *row[1:]] for row in rows[1]]
 
 
+def specification_table(
+    judged: Sequence[tuple[str, Mapping[str, Any]]],
+) -> tuple[list[str], list[list[str]]] | None:
+    """Return header and rows as `instruction_table`: episodes that fulfil the formula, and its mean robustness."""
+    measured = {label: figures["specification"] for label, figures in judged if "specification" in figures}
+    if not measured:
+        return None
+    rates = [f"{each['rate']:.1%} [{each['low']:.1%}, {each['high']:.1%}]" for each in _column(measured, "fulfilled")]
+    means = [f"{each['mean']:.4g} [{each['low']:.4g}, {each['high']:.4g}]" for each in _column(measured, "robustness")]
+    formula = next(iter(measured.values()))["formula"]
+    return [formula, *measured], [["episodes that fulfil it", *rates], ["mean robustness", *means]]
+
+
+def _column(measured: Mapping[str, Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
+    return [figures[name] for figures in measured.values()]
+
+
 def _success_by(key: str, judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]] | None:
     """Return the labels of the evaluations that have metrics by `key`, and a row of success rates for each name."""
     metrics_of_label = {

@@ -7,7 +7,8 @@ success is reported per instruction. evaluate.controls tests language conditioni
 evaluate.latency_steps=N gives every policy call a latency of N control steps; evaluate.chunking selects how the robot
 executes chunks meanwhile. plan.model=CHECKPOINT evaluates the policy with planning in a world model, and without it for
 comparison. evaluate.reference_dataset=DATASET normalises returns between those of uniform random actions and of the
-expert. workers.count=N plays batches of world.batch_size episodes in N processes, with equal results.
+expert. "evaluate.specification='G[0,8](abs(cube_y) < 0.4)'" (both quotes) measures the episodes by a formula of signal
+temporal logic. workers.count=N plays batches of world.batch_size episodes in N processes, with equal results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from robopolicy.configuration.sections.act import EvaluateSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.run import RunFolder
+from robopolicy.core.temporal import with_specification
 from robopolicy.core.tensors import file_hash
 from robopolicy.core.world import World
 from robopolicy.evaluation.episode_batches import SavedBatches
@@ -163,8 +165,9 @@ def loaded(config: Config, path: Path, planned: bool, device: torch.device) -> P
 
 
 def world_for(config: Config, policy: Policy, device: torch.device) -> World:
-    """Build the configured world for the episodes of `policy`."""
-    return build_world(config.world, policy, episodes=config.evaluate.episodes, seed=config.run.seed, device=device)
+    """Build the configured world for the episodes of `policy`, measured by evaluate.specification."""
+    world = build_world(config.world, policy, episodes=config.evaluate.episodes, seed=config.run.seed, device=device)
+    return with_specification(world, config.evaluate.specification)
 
 
 def in_worker(config: Config, path: str, planned: bool, told: str) -> Built:

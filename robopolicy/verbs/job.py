@@ -48,7 +48,7 @@ from robopolicy.evaluation.success import (
     evaluate_policy,
     require_success,
 )
-from robopolicy.evaluation.tables import fault_table, instruction_table, task_table
+from robopolicy.evaluation.tables import fault_table, instruction_table, specification_table, task_table
 from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.nn.precision import training_precision
 from robopolicy.policies.abilities import DescribesReading, is_pretrained
@@ -327,11 +327,12 @@ def print_evaluations(verdicts: dict[str, PolicyEvaluation]) -> None:
 
 
 def print_instructions(verdicts: Mapping[str, PolicyEvaluation]) -> None:
-    """Print deterministic success per task or instruction and per planted fault, one column per policy; nothing if
-    there is only one.
+    """Print deterministic success per task or instruction and per planted fault, and the formula of the episodes, one
+    column per policy; nothing if there is only one.
     """
     judged = [(name, verdict.deterministic.summary()) for name, verdict in verdicts.items()]
-    for table_rows in (task_table(judged) or instruction_table(judged), fault_table(judged)):
+    tables = task_table(judged) or instruction_table(judged), fault_table(judged), specification_table(judged)
+    for table_rows in tables:
         if table_rows is None:
             continue
         table = Table(box=None, padding=(0, 2))

@@ -36,6 +36,10 @@ class EvaluateSection:
     """Dataset of the same world, recorded with collect.quality. It adds a normalised return: 0 for uniform random
     actions, 100 for the expert.
     """
+    specification: str = ""
+    """Formula of signal temporal logic, such as G[0,8](abs(cube_y) < 0.4) & F(cube_x > 0.2): the share of episodes that
+    fulfil it and its mean robustness are reported too. Elements of the observed vectors by name; times in seconds.
+    """
     episodes: Count = 200
     """Number of episodes per mode (deterministic and stochastic)."""
     videos: Natural = 8
