@@ -13,15 +13,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from robopolicy.core.errors import CheckpointError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec
 from robopolicy.serving.server import PolicyServer, ServerSettings, serve
+from robopolicy.serving.versions import LoadedPolicy
 
 LOW, HIGH, CHANGE = -0.8, 0.8, 0.25
 CHUNK, FPS, HISTORY = 8, 20.0, 2
 OUTSIDE = 1e6
 """What a policy answers that ignores its bounds."""
 
+SOON = 30
+"""Calls after which a failing version fails: more than the checks before it serves, fewer than a probation has."""
+PROBATION = 4.0
+"""Seconds after which a new version is taken for good."""
+
+RELOADS = ("good", "failing", "unreadable")
 POLICY_FAULTS = ("none", "nan", "outside", "shape", "rows", "exception", "slow", "busy", "hang")
 NETWORK_FAULTS = ("none", "delay", "cut", "swallow", "stale", "corrupt")
 
@@ -47,11 +55,13 @@ class Moody:
         actions = torch.from_numpy(wanted(robot, step + np.arange(CHUNK)))
         return self._spoiled(actions.float(), POLICY_FAULTS[self.mood.value] if self.random.random() < 0.5 else "none")
 
-    def _spoiled(self, actions: torch.Tensor, fault: str) -> Decision:
+    def _spoiled(self, actions: torch.Tensor, fault: str, every: bool = False) -> Decision:
         import time
 
         rows = len(actions)
-        if fault == "nan":
+        if every:
+            actions[:] = torch.nan
+        elif fault == "nan":
             actions[self.random.randrange(rows), self.random.randrange(CHUNK), 0] = torch.nan
         elif fault == "outside":
             actions[:] = OUTSIDE
@@ -70,6 +80,17 @@ class Moody:
     def reset(self, rows: Any = None) -> None: ...
 
 
+class Failing(Moody):
+    """A new version that passes every check, and soon answers NaN alone."""
+
+    calls = 0
+
+    def act(self, observation: dict[str, Any], generator: torch.Generator, *, deterministic: bool = False) -> Decision:
+        self.calls += 1
+        decision = super().act(observation, generator, deterministic=deterministic)
+        return decision if self.calls < SOON else self._spoiled(decision.actions, "nan", every=True)
+
+
 class Base(Moody):
     """Tells an arm to reach out and the base below it to drive, or has the fault of its mood every time."""
 
@@ -83,10 +104,23 @@ class Base(Moody):
         return self._spoiled(actions, POLICY_FAULTS[self.mood.value])
 
 
-def run_moody(pipe: Any, mood: Any, port: int, policy: type[Moody] = Moody) -> None:
-    """Serve a moody policy on `port` until a signal comes; at most four requests may wait."""
-    settings = ServerSettings(port=port, max_queue_size=4, max_batch_size=2, request_timeout=2.0, hang_timeout=2.0)
-    serve(policy(mood), settings, pipe.send)
+def run_moody(pipe: Any, mood: Any, port: int, policy: type[Moody] = Moody, version: Any = None) -> None:
+    """Serve a moody policy on `port` until a signal comes; at most four requests may wait.
+
+    version: number of the version that SIGHUP loads; what it is follows from `RELOADS`.
+    """
+    settings = ServerSettings(
+        port=port, max_queue_size=4, max_batch_size=2, request_timeout=2.0, hang_timeout=2.0, probation=PROBATION
+    )
+
+    def load(name: str) -> LoadedPolicy:
+        kind = RELOADS[version.value % len(RELOADS)]
+        if kind == "unreadable":
+            raise CheckpointError("model.safetensors is cut off.")
+        return LoadedPolicy(Failing(mood) if kind == "failing" else policy(mood), f"{version.value}")
+
+    loaded = LoadedPolicy(policy(mood), "first")
+    serve(loaded, settings, pipe.send, load=None if version is None else load)
 
 
 class Network:

@@ -3,7 +3,8 @@
 ROBOPOLICY_SOAK_SECONDS says for how long (60 unless set; half an hour says something about memory), and
 ROBOPOLICY_SOAK_FIGURES names a file for the figures. No robot may ever be sent an action that is not its own, or one
 beyond its limits; where it has none it holds still. One server bears everything but death, and its memory must not
-grow; the other is killed and hangs besides, and is replaced, as whoever watches /livez would.
+grow; the other is killed and hangs besides, and is replaced, as whoever watches /livez would. Both load new versions of
+their policy in between: good ones, some that fail once they serve, and some that cannot be read.
 """
 
 import json
@@ -20,7 +21,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from misbehaving import CHANGE, FPS, HIGH, LOW, NETWORK_FAULTS, OUTSIDE, POLICY_FAULTS, run_moody, run_network, wanted
+from misbehaving import (
+    CHANGE,
+    FPS,
+    HIGH,
+    LOW,
+    NETWORK_FAULTS,
+    OUTSIDE,
+    POLICY_FAULTS,
+    RELOADS,
+    Moody,
+    run_moody,
+    run_network,
+    wanted,
+)
 
 from robopolicy.client.driver import ActionLimits, Driver
 from robopolicy.client.policy_client import PolicyClient
@@ -41,14 +55,17 @@ class Served:
         self.faults = [("policy", name) for name in POLICY_FAULTS[1:] if name not in spares]
         self.faults += [("network", name) for name in NETWORK_FAULTS[1:]]
         self.faults += [("server", "killed")] if "killed" not in spares else []
-        self.mood, self.network = SPAWN.Value("i", 0), SPAWN.Value("i", 0)
+        self.faults += [("reload", name) for name in RELOADS]
+        self.mood, self.network, self.version = (SPAWN.Value("i", 0) for _ in range(3))
+        self.back: list[float] = []
         self.port, self.lives, self.active = 0, 0, ""
         self.recent: dict[str, float] = {}
         self.start()
 
     def start(self) -> None:
         here, there = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=run_moody, args=(there, self.mood, self.port), daemon=True)
+        arguments = (there, self.mood, self.port, Moody, self.version)
+        self.process = SPAWN.Process(target=run_moody, args=arguments, daemon=True)
         self.process.start()
         assert here.poll(120), "the server did not start"
         self.port, self.lives = here.recv(), self.lives + 1
@@ -73,10 +90,30 @@ class Served:
         self.active = f"{kind} {name}"
         if kind == "server":
             os.kill(self.process.pid, signal.SIGKILL)
+        elif kind == "reload":
+            self.reload(name)
         elif kind == "policy":
             self.mood.value = POLICY_FAULTS.index(name)
         else:
             self.network.value = NETWORK_FAULTS.index(name)
+
+    def reload(self, kind: str) -> None:
+        """Load a new version and wait for what becomes of it; note the seconds until a failing one is taken back."""
+        outcome = dict(zip(RELOADS, ("promoted", "rolled_back", "refused"), strict=True))[kind]
+        before, begun = self.reloads(outcome), time.monotonic()
+        self.version.value += (RELOADS.index(kind) - self.version.value) % len(RELOADS) or len(RELOADS)
+        os.kill(self.process.pid, signal.SIGHUP)
+        while self.reloads(outcome) == before:
+            assert time.monotonic() - begun < 60, f"a {kind} version was never {outcome}"
+            time.sleep(0.05)
+        if outcome == "rolled_back":
+            self.back.append(time.monotonic() - begun)
+
+    def reloads(self, outcome: str) -> float:
+        """Return how many versions became this, as the server counts them."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=20) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[1]) for line in lines if f'reloads_total{{outcome="{outcome}"}}' in line)
 
     def end(self) -> None:
         if self.active:
@@ -202,6 +239,7 @@ def test_no_robot_is_ever_sent_what_is_not_its_own_or_not_safe():
         "faults": dict(done),
         "messages": spoiled,
         "servers": {"steady": steady.lives, "mortal": mortal.lives},
+        "seconds until a failing version was taken back": [round(each, 2) for each in steady.back + mortal.back],
         "memory MiB": {"after warm-up": memory[0], "at the end": memory[-1], "most": max(memory)},
     }
     if path := os.environ.get("ROBOPOLICY_SOAK_FIGURES"):
@@ -212,6 +250,7 @@ def test_no_robot_is_ever_sent_what_is_not_its_own_or_not_safe():
     assert counts["judged wanted"] > 0.2 * counts["steps"], "robots did hardly anything"
     assert all(robot.counts["judged wanted"] for robot in robots)
     assert max(memory) < 1.02 * memory[0], "memory grows"
+    assert all(seconds < 5.0 for seconds in steady.back + mortal.back), "a failing version served for too long"
     for served in (steady, mortal):
         with PolicyClient(port=served.port, timeout=20) as client:
             answer = client.infer({STATE: np.array([3.0, 5.0])})["actions"]
