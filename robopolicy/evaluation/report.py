@@ -14,6 +14,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_errors, read_object, read_text, write_atomic, write_json
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.classifier_page import classifier_cards, classifier_sections, supplied_section
+from robopolicy.evaluation.few_trials import CalibratedRate
 from robopolicy.evaluation.intervals import plus_minus
 from robopolicy.evaluation.plots import Rate
 from robopolicy.evaluation.tables import (
@@ -435,6 +436,13 @@ def _add_rankings(report: Report, models: Mapping[str, Mapping[str, Any]]) -> No
     warnings = dict.fromkeys(warning for result in models.values() for warning in result["warnings"])
     caption = " ".join(["In brackets: bootstrap interval over policies.", *warnings])
     report.sections.append(Section("Agreement", caption, header=header, rows=rows))
+    if any("calibrated" in result for result in models.values()):
+        header, rows = calibrated_table(models)
+        caption = (
+            "Success estimated from the trials and all episodes in the model together, with 95 % intervals, and how "
+            "many trials alone would be as precise. A biased model biases nothing."
+        )
+        report.sections.append(Section("Success from few trials", caption, header=header, rows=rows))
 
 
 def _add_detectors(report: Report, result: Mapping[str, Any]) -> None:
@@ -475,6 +483,18 @@ def agreement(models: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[
     return header, [
         [name, *(_estimate(estimate) for estimate in result["statistics"].values())] for name, result in models.items()
     ]
+
+
+def calibrated_table(models: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and lines: one policy per line, with its trials alone and its estimate with every model."""
+    known = {name: result for name, result in models.items() if "calibrated" in result}
+    first = next(iter(known.values()))
+    lines = []
+    for policy in first["policies"]:
+        low, high = policy["real_interval"]
+        estimates = [CalibratedRate.from_json(result["calibrated"][policy["name"]]).text for result in known.values()]
+        lines.append([policy["name"], f"{policy['real']:.1%} [{low:.1%}, {high:.1%}]", *estimates])
+    return ["policy", "trials alone", *(f"with {name}" for name in known)], lines
 
 
 def _estimate(estimate: Mapping[str, Any]) -> str:

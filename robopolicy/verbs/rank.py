@@ -3,7 +3,9 @@
 Prints Pearson, Spearman, Kendall, MMRV, error and bias with bootstrap intervals, and draws a scatter plot for every
 model. Give checkpoints of independently trained policies, from robopolicy or LeRobot, with rank.policies=[A,B,...]. The
 scripted expert (or collect.controller) at several noise levels is ranked with them unless rank.noise=[].
-rank.models=[A,B,...], of any kinds, defaults to the output of `worldmodel` with the same name and seed.
+rank.models=[A,B,...], of any kinds, defaults to the output of `worldmodel` with the same name and seed. rank.trials=20
+plays only so many episodes in the simulator and estimates success from them and the model's episodes together, with an
+interval, and says how many trials alone would do as well.
 workers.count=N plays batches of world.batch_size episodes in N processes, with equal results.
 """
 
@@ -22,8 +24,9 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive_seed, numpy_generator
 from robopolicy.core.world import Controller, World
+from robopolicy.evaluation.few_trials import calibrated
 from robopolicy.evaluation.ranking import RankingResult, rank
-from robopolicy.evaluation.report import agreement, report_for_run
+from robopolicy.evaluation.report import agreement, calibrated_table, report_for_run
 from robopolicy.evaluation.success import Evaluation, EvaluationResult, evaluate_policy, require_success
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table, runs_of
 from robopolicy.verbs.job import evaluation_seeds
@@ -62,6 +65,11 @@ def run(config: Config) -> int:
     }
     show(rankings)
     figures = {name: {"path": str(models[name]), **ranking.to_json()} for name, ranking in rankings.items()}
+    if config.rank.trials:
+        for name in model_worlds:
+            rates = calibrated(scores["simulator"], scores[name])
+            figures[name]["calibrated"] = {policy: rate.to_json() for policy, rate in rates.items()}
+        print_table(f"Success from {config.rank.trials} trials and the model", *calibrated_table(figures))
     finish(config, folder, {"models": figures})
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0
@@ -113,16 +121,18 @@ def require_fitting(config: Config, sections: Iterable[WorldSection], candidates
 def score(
     config: Config, sections: Mapping[str, WorldSection], candidates: dict[str, Policy | str], workers: Workers
 ) -> dict[str, dict[str, EvaluationResult]]:
-    """Evaluate every candidate in each world, deterministically, on the evaluation seeds that all verbs share.
+    """Evaluate every candidate in each world, deterministically, on the evaluation seeds that all verbs share; in the
+    simulator on the first rank.trials of them only.
 
     On workers, all episodes of all candidates in all worlds are played together.
     """
-    seeds, device = evaluation_seeds(config, config.rank.episodes), choose_device(config.run)
+    all_seeds, device = evaluation_seeds(config, config.rank.episodes), choose_device(config.run)
     paths = dict(zip(runs_of(config.rank.policies), config.rank.policies, strict=True))
     scores: dict[str, dict[str, EvaluationResult]] = {label: {} for label in sections}
     asked: dict[tuple[str, str], tuple[BatchPlayers, Evaluation]] = {}
     for label, section in sections.items():
         here = Workers(config.replaced(world=section), workers.pool)
+        seeds = all_seeds if section is not config.world else all_seeds[: config.rank.trials or None]
         for name, candidate in candidates.items():
             world, actor = acting_in(config, section, name, candidate, device)
             require_success(world, "compare policies with robopolicy evaluate, which also compares returns")

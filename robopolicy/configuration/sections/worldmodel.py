@@ -181,3 +181,14 @@ class RankSection:
     """Noise levels at which the expert is ranked together with the policies, [] for none."""
     episodes: Count = 200
     """Number of episodes per policy and world."""
+    trials: Natural = 0
+    """Number of these episodes that are also played in the simulator, for when real trials are dear: success is then
+    estimated from the trials and all episodes in the model together. 0 plays all.
+    """
+
+    def __post_init__(self) -> None:
+        if self.trials > self.episodes:
+            raise ConfigError(
+                f"rank.trials={self.trials} exceeds rank.episodes={self.episodes}: every trial needs an episode in the "
+                "model from the same start."
+            )
