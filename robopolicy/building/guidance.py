@@ -20,6 +20,7 @@ from robopolicy.runs import default_path
 from robopolicy.training.collection import start_pool
 from robopolicy.training.demonstrations import Demonstrations, demonstrate
 from robopolicy.training.guidance import OF_THE_SAME_STEPS, Guidance
+from robopolicy.training.task_teachers import TaskTeachers
 
 
 def load_guidance(
@@ -34,7 +35,7 @@ def load_guidance(
     needs = section.resolved().needs
     needs_experts = section.expert_episode_fraction or Need.EXPERTS in needs
     experts = load_experts(config, world) if needs_experts else None
-    teacher = None if section.teacher is None else load_teacher(config, section.teacher, world, policy, needs)
+    teacher = load_teachers(config, world, policy, needs)
     acting = planned_acting(config.plan, world, imagined, device)
     pairs = None if section.preference_pairs is None else read_pairs(section.preference_pairs)
     return Guidance(teacher, demonstrations_of_pool(config, world), experts, acting, pairs)
@@ -44,9 +45,7 @@ def acting_guidance_of(config: Config, world: World, policy: Trainable) -> Guida
     """Load the inputs that the acting policy needs: a teacher, and a world model for planning."""
     section = config.finetune
     needs, device = section.resolved().needs, choose_device(config.run)
-    teacher = None
-    if section.teacher is not None and section.teacher_fraction:
-        teacher = load_teacher(config, section.teacher, world, policy, needs)
+    teacher = load_teachers(config, world, policy, needs) if section.teacher_fraction else None
     return Guidance(teacher, acting=planned_acting(config.plan, world, config.world.model, device))
 
 
@@ -59,6 +58,17 @@ def load_experts(config: Config, world: World) -> Episodes:
     fields = {key: field for key, field in world.spec.observation.items() if key in experts.observation_fields}
     require_recorded("the experts' data", experts, fields, world.spec.action)
     return experts if experts.success is None else experts.select(experts.success)
+
+
+def load_teachers(
+    config: Config, world: World, policy: Trainable | None, needs: frozenset[Need]
+) -> Policy | TaskTeachers | None:
+    """Load the teacher, or those of finetune.teachers as one; None if there is none."""
+    section = config.finetune
+    if section.teachers:
+        teachers = {text: load_teacher(config, path, world, policy, needs) for text, path in section.teachers.items()}
+        return TaskTeachers(teachers, world.spec.instructions)
+    return None if section.teacher is None else load_teacher(config, section.teacher, world, policy, needs)
 
 
 def load_teacher(

@@ -37,7 +37,9 @@ class Extras:
     `Rollouts.played`.
     """
     replayed: Tensor | None = None
-    """[B, T] bool, rows of earlier iterations that are used again. Added by PROPS; read by `Rollouts.fresh`."""
+    """[B, T] bool, rows of earlier iterations that are used again. Added by PROPS and success_pool; read by
+    `Rollouts.fresh`.
+    """
     state_key: Tensor | None = None
     """[B, T] int64, equal for states that count as the same. Added by collectors that identify states better than by
     rounding.

@@ -50,15 +50,23 @@ def ppo(
 
 @mechanism(Slot.COEFFICIENT, "ppo", source="Schulman et al. 2017, arXiv:1707.06347; dual clip: arXiv:1912.09729")
 def clipped(
-    scored: Scored, *, dual_clip: float | None = None, low: float | None = None, high: float | None = None
+    scored: Scored,
+    *,
+    dual_clip: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    keep_above: bool = False,
 ) -> Coefficients:
     """PPO's clipped ratio; with ratio level episode it is GSPO, with action it is Rank-GRPO.
 
     Clip widths: low and high, null for clip (and clip_high, clip_base, clip_rate). dual_clip bounds the ratio of action
-    chunks with negative advantage.
+    chunks with negative advantage. keep_above: steps with A > 0 above the range keep the gradient of its upper end,
+    c = (1 + high) A instead of 0, as in AEPO (arXiv:2510.14545).
     """
-    widths = scored.clip_low if low is None else low, scored.clip_high if high is None else high
-    c = ppo(scored.log_ratio, scored.advantage, *widths, scored.clamped, dual_clip)
+    bottom, top = scored.clip_low if low is None else low, scored.clip_high if high is None else high
+    c = ppo(scored.log_ratio, scored.advantage, bottom, top, scored.clamped, dual_clip)
+    if keep_above:
+        c = torch.where((scored.advantage > 0) & (scored.ratio > 1 + top), (1 + top) * scored.advantage, c)
     return c, {}
 
 
@@ -76,12 +84,12 @@ def clip_schedule(steps: int, base: float, epsilon: float, rate: float) -> Tenso
 
 
 @mechanism(Slot.COEFFICIENT, "decoupled_ppo", source="AReaL, arXiv:2505.24298; Hilton et al. 2022, arXiv:2110.00641")
-def decoupled_ppo(scored: Scored, *, limit: float = 5.0) -> Coefficients:
+def decoupled_ppo(scored: Scored, *, limit: float = 5.0, dual_clip: float | None = None) -> Coefficients:
     """PPO clipped around the proximal policy, weighted by proximal / behaviour, capped at `limit` and without gradient.
 
-    The papers have no cap; AReaL's code drops steps above 5 or, as here, caps them.
+    The papers have no cap; AReaL's code drops steps above 5 or, as here, caps them. dual_clip: as in ppo.
     """
-    c = ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    c = ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped, dual_clip)
     # Two ratios with two tasks: this one corrects for who played, the clip around proximal bounds the step.
     weight = scored.staleness.exp().clamp(max=limit)
     return weight * c, {"staleness_weight": weight[scored.mask].mean()}

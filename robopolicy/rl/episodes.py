@@ -38,13 +38,15 @@ from robopolicy.rl.collect import column, store_images, stored_images
 @dataclass(frozen=True)
 class Request:
     """One episode to play. seed: of its initial state; group: episodes that its outcome is compared with; task: index
-    of the instruction, -1: chosen by the seed; state: one row's state to start from instead.
+    of the instruction, -1: chosen by the seed; state: one row's state to start from instead; limit: number of chunks
+    after which it is truncated, as by a time limit, 0: none.
     """
 
     seed: int
     group: int
     task: int = -1
     state: Snapshot | None = None
+    limit: int = 0
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class _Running:
             item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("request", "snapshot")
         }
         return {
-            "request": [self.request.seed, self.request.group, self.request.task],
+            "request": [self.request.seed, self.request.group, self.request.task, None, self.request.limit],
             "snapshot": {name: torch.as_tensor(value) for name, value in state.items()},
             "plain": values,
         }
@@ -300,7 +302,7 @@ class EpisodePlayer:
                 step = next(steps_played)
                 self.returns += step.step.reward.sum(-1)
                 new_column = column(step, self.world.spec.instructions, generator.device, version)
-                ended_rows = step.ended | self._stopped(new_column) if self.max_idle_chunks else step.ended
+                ended_rows = step.ended | self._stopped(new_column)
                 store_images(new_column, self.frames, ended_rows)
                 done = np.flatnonzero(ended_rows)
                 self._keep(new_column, generator.device)
@@ -433,13 +435,17 @@ class EpisodePlayer:
                 self.waiting.appendleft(child)
 
     def _stopped(self, column: dict[str, Any]) -> Array:
-        """Count chunks without movement, and truncate the episodes [B] bool with too many in a row."""
+        """Count chunks without movement, and truncate episodes [B] bool with too many in a row, or at their limit."""
         stopped_rows = np.zeros(len(self.rows), dtype=bool)
-        for index, moves in enumerate(changed_rows(column["observation"], column["next_observation"])):
-            running = self.rows[index]
-            if running is not None:
-                running.still = 0 if moves else running.still + 1
+        has_moved = changed_rows(column["observation"], column["next_observation"]) if self.max_idle_chunks else None
+        for index, running in enumerate(self.rows):
+            if running is not None and has_moved is not None:
+                running.still = 0 if has_moved[index] else running.still + 1
                 stopped_rows[index] = running.still >= self.max_idle_chunks
+            if running is not None and running.request.limit:
+                stopped_rows[index] |= running.steps + 1 >= running.request.limit
+        if not stopped_rows.any():
+            return stopped_rows
         cut_rows = torch.as_tensor(stopped_rows, device=column["truncated"].device)
         # Whoever ends by itself in this very decision keeps its own end, which may cut the bootstrap.
         column["truncated"] = column["truncated"] | cut_rows & ~column["terminated"] & ~column["horizon_end"]

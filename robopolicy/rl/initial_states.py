@@ -4,7 +4,7 @@ Samplers choose initial states from a pool (seeds, and instructions if a world h
 episodes over the chosen ones, and hints set the position in a demonstration at which an episode starts.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -95,6 +95,12 @@ class Beliefs:
         a, b = self.beta(index)
         return a / (a + b)
 
+    def observed(self, index: Array) -> Array:
+        """Return success rates [n] without the prior, 0 and 1 included; NaN for initial states never seen."""
+        successes, failures = (np.round(value - self.prior, 9) for value in self.beta(index))
+        total = successes + failures
+        return np.where(total > 0, successes / np.where(total > 0, total, 1.0), np.nan)
+
     def state(self) -> dict[str, Any]:
         """Return the counts."""
         return {"counts": {str(key): list(value) for key, value in self.counts.items()}}
@@ -149,9 +155,25 @@ class Allocator(Protocol):
         ...
 
 
+@runtime_checkable
+class LimitsLengths(Protocol):
+    """An allocator that also limits the lengths of episodes."""
+
+    def limits(self, index: Array) -> list[int]:
+        """Return the number of chunks after which episodes from initial states [n] are truncated, 0 for none."""
+        ...
+
+    def observe_lengths(self, index: Array, chunks: Array, success: Array) -> None:
+        """Update with the episodes' initial states, lengths in chunks and outcomes, each [B]."""
+        ...
+
+
 @mechanism(Slot.ALLOCATOR, "uniform", source="GRPO, arXiv:2402.03300")
 class Uniform:
     """Give every initial state the same number of episodes."""
+
+    reads_observed = False
+    """Whether `plan` gets rates as `Beliefs.observed` instead of predicted ones, if the sampler has beliefs."""
 
     def plan(self, predicted: Array, group_size: int) -> list[int]:
         """Return equal sizes [n]."""
@@ -160,6 +182,13 @@ class Uniform:
     def extend(self, rate: Array, sizes: Array) -> list[int]:
         """Return zeros [n]."""
         return [0] * len(sizes)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for `restore`, JSON-able."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore from `state`."""
 
 
 def information_gain(rate: Array) -> Array:
@@ -214,15 +243,34 @@ class Knapsack(Uniform):
     """Solve a knapsack problem: initial states with uncertain outcome get large groups, with a fixed total of episodes.
 
     Predicted rates come from the sampler, so initial states must recur: starts=N. least, most: bounds of group sizes.
-    Rates here are means of Beta beliefs, never 0 or 1, and a new initial state counts as one half. The authors' code
-    gives new ones the usual size, those that always succeed the minimum, and those that never succeed what the others
-    do not need.
+    Rates are means of Beta beliefs, never 0 or 1, and a new initial state counts as one half. surplus: as in the
+    authors' code, rates are those observed: new initial states get the usual size, those that always succeeded the
+    minimum, and those that never did what the others do not need, which is what adds less than `enough` (chosen here)
+    to the value of a group.
     """
 
-    def __init__(self, *, least: int = 2, most: int = 32):
-        self.least, self.most = least, most
+    def __init__(self, *, least: int = 2, most: int = 32, surplus: bool = False, enough: float = 1e-4):
+        self.least = least
+        self.most = most
+        self.enough = enough
+        self.reads_observed = surplus
 
     def plan(self, predicted: Array, group_size: int) -> list[int]:
         """Return the optimal sizes [n]; predicted: success rates [n]."""
         low, high = min(self.least, group_size), max(self.most, group_size)
-        return knapsack(predicted, group_size * len(predicted), low, high).tolist()
+        budget = group_size * len(predicted)
+        if not self.reads_observed:
+            return knapsack(predicted, budget, low, high).tolist()
+        is_mixed, is_hopeless = (predicted > 0) & (predicted < 1), predicted == 0
+        sizes = np.where(np.isnan(predicted), group_size, low)
+        budget_left = budget - int(sizes[~is_mixed].sum())
+        rate = predicted[is_mixed]
+        steps = np.arange(low, high)[:, None]
+        gains = signal_value(steps + 1, rate) - signal_value(steps, rate)  # of one more episode; they only fall
+        needed_sizes = low + (gains >= self.enough).sum(0)
+        if int(needed_sizes.sum()) >= budget_left or not is_hopeless.any():
+            needed_sizes = knapsack(rate, min(budget_left, high * len(rate)), low, high)
+        sizes[is_mixed] = needed_sizes
+        share, rest = divmod(budget_left - int(needed_sizes.sum()), max(1, int(is_hopeless.sum())))
+        sizes[is_hopeless] = np.minimum(low + share + (np.arange(int(is_hopeless.sum())) < rest), high)
+        return sizes.tolist()

@@ -116,6 +116,23 @@ PRESETS: dict[str, dict[str, Any]] = {
         "auxiliaries": ("best_of_n",),
         "options": {"q_ensemble": {"target": "td"}},
     },
+    "igpo": {
+        "models": ("q_ensemble",),
+        "rewards": ("information_gain",),
+        "advantage": "step_groups",
+        "coefficient": "ppo",
+        "weight": "step_mean",
+        "options": {
+            "q_ensemble": {"held_out": True},
+            "step_groups": {"episode_weight": 0.0, "scale": False, "padded": True, "discount": 1.0},
+        },
+    },
+    "drpo": {
+        "advantage": "grpo",
+        "coefficient": "drpo",
+        "weight": "constant",
+        "options": {"constant": {"length": 1.0}},
+    },
     "dpo": {"advantage": "grpo", "coefficient": "dpo", "weight": "constant"},
     "sppo": {"advantage": "grpo", "coefficient": "sppo", "weight": "constant"},
     "p3o": {"advantage": "grpo", "coefficient": "p3o", "weight": "constant"},

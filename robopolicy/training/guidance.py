@@ -33,6 +33,7 @@ from robopolicy.training.collection import WHOLE
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import conditions_of, recompute_log_probs
 from robopolicy.training.pretrain import regression_batches
+from robopolicy.training.task_teachers import TaskTeachers
 
 
 @runtime_checkable
@@ -280,7 +281,10 @@ class Guidance:
             )
 
     def _other_steps(self, policy: Policy) -> str:
-        teacher = self.teacher
+        teachers = self.teacher.policies if isinstance(self.teacher, TaskTeachers) else (self.teacher,)
+        return next(filter(None, (self._difference(policy, teacher) for teacher in teachers)), "")
+
+    def _difference(self, policy: Policy, teacher: Policy | None) -> str:
         if not isinstance(teacher, ScoredPolicy) or not teacher.spec.scored_steps:
             hint = (
                 (" in this form; the policy returned by its to_trainable() has them")

@@ -218,8 +218,7 @@ def print_memory(config: Config, policy: Trainable, base: Policy, world: World) 
     Applies to LeRobot policies, token policies built from a checkpoint, and policies distilled from a LeRobot teacher.
     Prints nothing for other policies: they are small.
     """
-    teacher = config.finetune.teacher
-    if not is_pretrained(base) and (teacher is None or foreign_format(teacher) is None):
+    if not is_pretrained(base) and not any(foreign_format(path) for path in config.finetune.teacher_paths):
         return
     device = next(policy.parameters()).device
     budget = memory_of(config, policy, base, world, device)
@@ -237,7 +236,7 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     takes_episodes = by_episode(algorithm, learning)
     minibatch = minibatch_rows(algorithm, learning, rows) * (length if takes_episodes else 1)
     stores = algorithm.replay is not None and isinstance(algorithm.replay(), StoresPairs)
-    others_read = stores or config.finetune.teacher is not None or config.plan.model is not None
+    others_read = stores or bool(config.finetune.teacher_paths) or config.plan.model is not None
     images = needs_images(policy, None, algorithm, others=others_read)
     options: dict[str, Any] = {"micro_batch": learning.micro_batch, "optimiser": learning.optimiser, "images": images}
     options |= {"replicas": replicas.count(), "fsdp": learning.fsdp}
@@ -247,8 +246,8 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     holders = policy_copies(algorithm.needs, learning)
     with training_precision(learning.precision):
         budget = plan(policy, rows * length, minibatch, random_steps(algorithm, learning), holders)
-    if config.finetune.teacher is not None:
-        budget = replace(budget, teacher=weights_bytes(checkpoint_in(config.finetune.teacher)))
+    if paths := config.finetune.teacher_paths:
+        budget = replace(budget, teacher=sum(weights_bytes(checkpoint_in(path)) for path in paths))
     if not (isinstance(base, Tunable) and config.lerobot.gradient_checkpointing):
         return budget
     # On the way back the activations of one step at a time are there again, as they are without checkpointing.

@@ -10,7 +10,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.spec import STATE, PolicySpec
-from robopolicy.rl.episodes import Branching, EpisodePlayer, groups_of
+from robopolicy.rl.episodes import Branching, EpisodePlayer, _Running, groups_of
 from sims.registry import load_task, make_world
 
 
@@ -158,3 +158,21 @@ def test_a_policy_of_another_world_is_refused():
     with pytest.raises(Exception, match="Is this the world"):
         EpisodePlayer(world, policy)
     assert np.isfinite(world.spec.horizon)
+
+
+@pytest.mark.checks("DART-GUI")
+def test_an_episode_is_truncated_at_its_limit():
+    requests = [
+        replace(request, limit=limit) for request, limit in zip(groups_of([5, 6, 7], 1), (3, 0, 1), strict=True)
+    ]
+    rollouts, player = play(2, requests)
+    whole, _ = play(2, groups_of([5, 6, 7], 1))
+    lengths = whole.alive.sum(1).tolist()
+    assert rollouts.alive.sum(1).tolist() == [3, lengths[1], 1]
+    assert rollouts.truncated[0].tolist()[:3] == [False, False, True] and not rollouts.terminated[0].any()
+    torch.testing.assert_close(rollouts.actions[0, :3], whole.actions[0, :3], rtol=0, atol=0)
+    # An episode that waits for another call, in a checkpoint, keeps its limit.
+    player.waiting.append(_Running(requests[0]))
+    tree = player.tree()
+    player.restore(tree)
+    assert player.waiting[0].request == requests[0]

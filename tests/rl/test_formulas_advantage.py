@@ -12,6 +12,7 @@ from robopolicy.core.spec import STATE
 from robopolicy.rl.advantages import gae, group, step, tree
 from robopolicy.rl.context import Context
 from robopolicy.rl.experimental import advantages as experimental_advantages
+from robopolicy.rl.experimental import rewards
 
 CONTEXT = Context(torch.Generator(), discount=0.5)
 
@@ -386,3 +387,33 @@ def test_process_steps_add_rewards_standardised_over_the_group():
     steps = standardised([3.0, 1.0, -2.0])  # the group's three decisions; the other start has one, which is its mean
     expected = [[1 + 0.5 * steps[0], 1 + 0.5 * steps[1]], [-1 + 0.5 * steps[2], 0.0], [0.0, 0.0]]
     torch.testing.assert_close(advantages, torch.tensor(expected).float(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.checks("IGPO")
+def test_igpo_tells_decisions_apart_by_what_they_add_to_the_chance_of_success():
+    rollouts = make_rollouts([3, 3], [0, 0], [1.0, 0.0])
+    values = torch.tensor([[0.2, 0.5, 0.9], [0.2, 0.1, 0.1]])
+    paid = rewards.information_gain(rollouts.with_extras(v=values), CONTEXT)
+    torch.testing.assert_close(paid.reward, torch.tensor([[0.3, 0.4, 1.0], [-0.1, 0.0, 0.0]]))
+    options = {"episode_weight": 0.0, "scale": False, "padded": True, "discount": 1.0}
+    to_go = step.returns_to_go(paid, 1.0)
+    torch.testing.assert_close(to_go, torch.tensor([[1.7, 1.4, 1.0], [-0.1, 0.0, 0.0]]))
+    # It telescopes: the outcome, and how the value moved from here to the last decision.
+    torch.testing.assert_close(to_go, rollouts.row_return[:, None] + values[:, -1:] - values)
+    advantages = step.step_groups(paid, CONTEXT, **options)
+    torch.testing.assert_close(advantages, torch.tensor([[0.9, 0.7, 0.5], [-0.9, -0.7, -0.5]]))
+    # A failure of one decision: what is over counts as 0 later on.
+    short = make_rollouts([3, 1], [0, 0], [1.0, 0.0])
+    paid = rewards.information_gain(short.with_extras(v=values), CONTEXT)
+    advantages = step.step_groups(paid, CONTEXT, **options)
+    torch.testing.assert_close(advantages, torch.tensor([[0.85, 0.7, 0.5], [-0.85, 0.0, 0.0]]))
+
+
+@pytest.mark.checks("HAPO")
+def test_hapo_counts_episodes_by_their_steps():
+    rollouts = make_rollouts([3, 1], [0, 0], [1.0, 0.0], steps=1)
+    advantages = group.grpo(rollouts, CONTEXT, by_steps=True)
+    assert advantages[:, 0].tolist() == pytest.approx([0.5774, -1.7321], abs=1e-4)
+    # Where that makes one of them extreme, the group is normalised as ever: 30 steps against 1 would be -5.48.
+    rollouts = make_rollouts([30, 1], [0, 0], [1.0, 0.0], steps=1)
+    assert group.grpo(rollouts, CONTEXT, by_steps=True)[:, 0].tolist() == pytest.approx([1.0, -1.0], abs=1e-4)

@@ -172,3 +172,88 @@ def test_ratios_of_actions_are_the_geometric_means_of_their_tokens():
     c = coefficients.ppo(ratios.log_ratio, unit.repeat_interleave(2, 1), 0.2, 0.2, ratios.clamped)
     (gradient,) = torch.autograd.grad(policy_loss(logp, c, mask.double()), logp)
     torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.checks("coefficient/drpo")
+def test_drpo_is_the_gradient_of_its_loss():
+    """Two mixed groups and one without a success, with steps that have moved from the old policy."""
+    group, returns = [0, 0, 0, 0, 1, 1, 1, 2, 2], [1.0, 1.0, -1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0]
+    rollouts = make_rollouts([2, 1, 3, 1, 2, 2, 1, 1, 2], group, returns)
+    noise = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logp = (rollouts.logp_behaviour + 0.3 * noise).requires_grad_()
+    scored = make_scored(rollouts, logp, torch.zeros_like(noise))
+    tau, decay, delta, beta = 2.0, 0.5, 0.01, 3.0
+    steps = scored.mask.sum((1, 2))
+    score = torch.where(scored.mask, logp, 0.0).sum((1, 2)) / steps
+    weight = torch.exp((1 - rollouts.duration.sum(1) / 6.0) / decay).double()
+    terms = []
+    for number in (0, 1):
+        good = [i for i, g in enumerate(group) if g == number and returns[i] > 0]
+        bad = [i for i, g in enumerate(group) if g == number and returns[i] < 0]
+        drawn = (weight[good] * score[good]).sum() / weight[good].sum()
+        terms.append(drawn - tau * (score[bad] / tau).exp().mean().log())
+    x = (logp - rollouts.logp_behaviour)[scored.mask]
+    divergence = (x.exp() - x - 1).mean()
+    loss = -sum(terms) / 3 + beta * (divergence.detach() - delta) * divergence
+    (expected,) = torch.autograd.grad(loss, logp)
+    c, _ = experimental_coefficients.drpo(scored, tau=tau, decay=decay, delta=delta, beta=beta)
+    weights = scored.mask.double() / len(group)  # weight=constant length=1
+    (gradient,) = torch.autograd.grad(policy_loss(logp, c, weights), logp)
+    torch.testing.assert_close(gradient, expected, atol=1e-9, rtol=1e-6)
+
+
+@pytest.mark.checks("coefficient/drpo")
+def test_drpo_shares_by_length_among_successes_and_by_likelihood_among_failures():
+    """Successes of 20 and 40 of 40 control steps; failures of mean log-probability -1 and -2, tau 10."""
+    rollouts = make_rollouts([10, 20, 1, 1], [0] * 4, [1.0, 1.0, -1.0, -1.0], steps=1)
+    logp = torch.tensor([0.0, 0.0, -1.0, -2.0], dtype=torch.float64)[:, None, None].expand(4, 20, 1)
+    rollouts = replace(rollouts, logp_behaviour=logp.clone())
+    c, _ = experimental_coefficients.drpo(make_scored(rollouts, logp, torch.zeros_like(logp)))
+    shares = (c.sum((1, 2)) / 4).tolist()  # four episodes, one group
+    assert shares == pytest.approx([0.99331, 0.00669, -0.52498, -0.47502], abs=1e-5)
+
+
+@pytest.mark.checks("AEPO")
+def test_steps_that_rose_beyond_the_range_keep_the_gradient_of_its_end():
+    ratio, advantage = torch.tensor([1.5, 1.5, 0.7, 0.7, 1.1]).double(), torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
+    rollouts = make_rollouts([1] * 5, [0] * 5, steps=1)
+    logp = rollouts.logp_behaviour + ratio.log()[:, None, None]
+    scored = make_scored(rollouts, logp, advantage.double()[:, None, None])
+    c, _ = coefficients.clipped(scored, keep_above=True)
+    assert c.flatten().tolist() == pytest.approx([1.2, -1.5, 0.7, 0.0, 2.2])
+    assert coefficients.clipped(scored)[0].flatten().tolist() == pytest.approx([0.0, -1.5, 0.7, 0.0, 2.2])
+
+
+@pytest.mark.checks("coefficient/future_ratio")
+def test_appo_credits_steps_whose_later_steps_became_likelier():
+    for change, gain in (([0.1, 0.2, -0.05, 0.0], [2.2, 2.1625, 2.0, 2.0]), ([-0.1, 0.02, 0.0], [2.0, 2.0202, 2.0])):
+        length = len(change)
+        rollouts = make_rollouts([length], [0], steps=2)
+        rollouts.mask[..., 1] = False  # steps that are not scored lie between and count for nothing
+        moved = torch.tensor([change, [9.0] * length], dtype=torch.float64).T[None]
+        scored = make_scored(rollouts, rollouts.logp_behaviour + moved, torch.ones(1, length, 2, dtype=torch.float64))
+        c, _ = experimental_coefficients.future_ratio(scored)
+        factor = (c / scored.ratio)[0, :, 0]
+        assert factor.tolist() == pytest.approx(gain, abs=1e-4)
+
+
+@pytest.mark.checks("coefficient/future_ratio")
+def test_appo_ignores_later_steps_beyond_the_dual_clip():
+    rollouts = make_rollouts([2], [0], steps=1)
+    far = torch.tensor([0.0, math.log(3.1)], dtype=torch.float64)[None, :, None]
+    scored = make_scored(rollouts, rollouts.logp_behaviour + far, torch.ones(1, 2, 1, dtype=torch.float64))
+    assert experimental_coefficients.future_ratio(scored)[0].flatten().tolist() == pytest.approx([2.0, 0.0])
+
+
+@pytest.mark.checks("DART-GUI")
+def test_dart_weighs_by_the_truncated_ratio_to_who_played():
+    ratio = torch.tensor([0.7, 1.3], dtype=torch.float64)
+    rollouts = make_rollouts([1, 1], [0, 0], steps=1)
+    rollouts = replace(rollouts, logp_proximal=rollouts.logp_behaviour + ratio.log()[:, None, None])
+    scored = make_scored(rollouts, rollouts.proximal, torch.ones(2, 1, 1, dtype=torch.float64))
+    c, _ = coefficients.decoupled_ppo(scored, limit=1.0, dual_clip=10.0)
+    assert c.flatten().tolist() == pytest.approx([0.7, 1.0])
+    for factor, kept in ((9.9, -9.9), (10.1, 0.0)):
+        scored = make_scored(rollouts, rollouts.proximal + math.log(factor), -torch.ones(2, 1, 1, dtype=torch.float64))
+        c, _ = coefficients.decoupled_ppo(scored, limit=1.0, dual_clip=10.0)
+        assert c.flatten().tolist() == pytest.approx([0.7 * kept, kept])

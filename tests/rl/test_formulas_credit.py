@@ -122,3 +122,30 @@ def test_gtpo_protects_tokens_that_good_and_bad_episodes_chose_at_the_same_place
     rollouts.mask[:, 2] = False  # the mean is over steps that were chosen
     advantages = experimental_credit.gtpo(rollouts, advantage, CONTEXT, penalty=0.5)[..., 0]
     assert advantages[0].tolist() == pytest.approx([1.6, 1.6, 0.0])
+
+
+@pytest.mark.checks("credit/entropy_gain")
+def test_aepo_weighs_uncertain_steps_more():
+    entropy = torch.tensor([[[0.2], [0.4]], [[0.6], [9.0]]])
+    rollouts = make_rollouts([2, 1], [0, 0], steps=1).with_extras(entropy=entropy)
+    advantages = experimental_credit.entropy_gain(rollouts, torch.ones(2, 2, 1), CONTEXT)
+    assert advantages[rollouts.mask].tolist() == pytest.approx([0.7551, 1.0, 1.2449], abs=1e-4)
+
+
+@pytest.mark.checks("credit/top_entropy", "DART-GUI")
+def test_dart_keeps_whole_decisions_by_their_mean_entropy():
+    mean = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
+    entropy = torch.stack([mean - 0.09, mean + 0.09], -1)[None]
+    rollouts = make_rollouts([5], [0], steps=2).with_extras(entropy=entropy)
+    advantages = experimental_credit.top_entropy(rollouts, torch.ones(1, 5, 2), CONTEXT, share=0.8, per_chunk=True)
+    assert advantages.tolist() == [[[0, 0], [1, 1], [1, 1], [1, 1], [1, 1]]]
+
+
+@pytest.mark.checks("credit/by_difficulty")
+def test_starts_that_fail_weigh_more():
+    rollouts = make_rollouts([1] * 8, [0] * 4 + [1] * 4, [1, 1, 1, -1, 1, -1, -1, -1])
+    advantages = experimental_credit.by_difficulty(rollouts, torch.full((8, 1, 2), 2.0), CONTEXT)
+    assert advantages[:, 0, 0].tolist() == pytest.approx([1.0] * 4 + [3.0] * 4)
+    solved = make_rollouts([1] * 4, [0, 0, 1, 1], [1, 1, 1, -1])
+    advantages = experimental_credit.by_difficulty(solved, torch.ones(4, 1, 2), CONTEXT)
+    assert advantages[:, 0, 0].tolist() == pytest.approx([1e-3] * 2 + [2.0] * 2), "what is solved is not forgotten"

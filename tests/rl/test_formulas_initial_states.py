@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.rl import initial_states
 from robopolicy.rl.experimental import initial_states as experimental
 
@@ -89,3 +90,136 @@ def test_dars_brings_hard_starts_to_the_signal_of_a_half():
 def test_uniform_plays_every_start_as_often():
     assert initial_states.Uniform().plan(np.array([0.0, 0.9]), 6) == [6, 6]
     assert initial_states.Uniform().extend(np.array([0.0, 0.9]), np.array([6, 6])) == [0, 0]
+
+
+def seen(sampler, rates: list[float], times: int = 1):
+    """Return the sampler after it has seen 10 episodes of every start, `times` times."""
+    for _ in range(times):
+        count = len(rates)
+        sampler.observe(np.arange(count), 10 * np.array(rates), np.full(count, 10.0), np.zeros(count))
+    return sampler
+
+
+@pytest.mark.checks("sampler/stages", "CRAFT-GUI")
+def test_stages_go_from_easy_to_hard_starts():
+    draws, sampler = np.random.default_rng(0), experimental.Stages(parts=3, rounds=2)
+    assert sorted(sampler.propose(6, 6, draws).tolist()) == list(range(6)), "first the base policy is measured"
+    seen(sampler, [0.9, 0.8, 0.5, 0.4, 0.1, 0.0])
+    proposed = [sorted(sampler.propose(2, 6, draws).tolist()) for _ in range(7)]
+    assert proposed == [[0, 1]] * 2 + [[2, 3]] * 2 + [[4, 5]] * 3, "the last stage lasts to the end"
+
+
+@pytest.mark.checks("DRIVE")
+def test_each_round_keeps_the_hardest_half_by_its_rates_so_far():
+    draws, sampler = (
+        np.random.default_rng(0),
+        seen(experimental.Stages(rounds=1, keep=0.5), [0.9, 0.8, 0.5, 0.4, 0.1, 0]),
+    )
+    assert set(sampler.propose(2, 6, draws).tolist()) <= {3, 4, 5}
+    assert sorted(sampler.order) == [3, 4, 5]
+    seen(sampler, [0, 0, 0, 0, 0.9, 0.9], times=5)  # what has been learned is no longer hard
+    assert 3 in sampler.propose(2, 6, draws).tolist() and len(sampler.order) == 2
+    other = experimental.Stages(rounds=1, keep=0.5)
+    other.restore(sampler.state())
+    first, second = (item.propose(2, 6, np.random.default_rng(3)).tolist() for item in (sampler, other))
+    assert first == second
+
+
+@pytest.mark.checks("AceReason")
+def test_one_domain_comes_after_the_other():
+    draws, sampler = np.random.default_rng(0), experimental.Stages(parts=2, rounds=2, by="instruction")
+    domains = [{number % 2 for number in sampler.propose(3, 8, draws).tolist()} for _ in range(5)]
+    assert domains == [{0}, {0}, {1}, {1}, {1}]
+    with pytest.raises(ConfigError, match=r"stages\.by=domain is not known"):
+        experimental.Stages(by="domain")
+
+
+@pytest.mark.checks("sampler/group_dro")
+def test_bins_that_lose_most_are_drawn_most():
+    share = experimental.mixed_softmax(np.array([1.2, 0.8, 0.2]), 0.65, 0.01)
+    assert share.tolist() == pytest.approx([0.4351, 0.3362, 0.2287], abs=1e-4)
+    sampler = experimental.GroupDro(decay=0.5)
+    # Two starts of 8 episodes lose 1, one of 8 loses 1/4: losses over shares of the batch, 1 / (2/3) and .25 / (1/3).
+    index, episodes = np.array([0, 1, 2]), np.full(3, 8.0)
+    sampler.bins = {0: 0, 1: 0, 2: 2}
+    sampler.observe(index, np.array([0.0, 0.0, 6.0]), episodes, np.zeros(3))
+    assert sampler.scores == [pytest.approx(1.5), None, pytest.approx(0.75)]
+    sampler.observe(index[:1], np.array([4.0]), episodes[:1], np.zeros(1))
+    assert sampler.scores[0] == pytest.approx(0.5 * 1.5 + 0.5 * 0.5)
+    other = experimental.GroupDro(decay=0.5)
+    other.restore(sampler.state())
+    first, second = (item.propose(2, 6, np.random.default_rng(3)).tolist() for item in (sampler, other))
+    assert first == second
+    drawn = np.bincount([sampler.bin(int(sampler.propose(1, 3, np.random.default_rng(n))[0])) for n in range(3000)])
+    # Bin 1 is empty: of the others, two starts of bin 0 share what one of bin 2 has alone.
+    share = experimental.mixed_softmax(np.array([1.0, 0.0, 0.75]), 0.65, 0.01)[[0, 2]]
+    assert float(drawn[0] / 3000) == pytest.approx(share[0] / share.sum(), abs=0.03)
+
+
+@pytest.mark.checks("sampler/group_dro")
+def test_a_start_leaves_its_bin_only_well_beyond_the_edge():
+    edges = (0.4, 0.75)
+    for rate, old, new in ((0.42, 0, 0), (0.44, 0, 1), (0.38, 1, 1), (0.36, 1, 0), (0.9, 0, 2), (0.42, None, 1)):
+        assert experimental.bin_of_rate(rate, edges, 0.03, old) == new, (rate, old)
+
+
+@pytest.mark.checks("allocator/shadow_price")
+def test_sizes_in_the_limit_are_in_proportion_to_the_deviation_of_outcomes():
+    predicted = np.array([0.5] * 5 + [0.1] * 3 + [0.5 - math.sqrt(0.24)] * 2)  # variances .25, .09, .01
+    sizes = experimental.ShadowPrice(closed_form=True).plan(predicted, 8)
+    assert sum(sizes) == 80
+    assert [np.mean(sizes[:5]), np.mean(sizes[5:8]), np.mean(sizes[8:])] == pytest.approx([11.11, 6.67, 2.22], abs=0.4)
+
+
+@pytest.mark.checks("allocator/shadow_price")
+def test_of_the_arms_that_meet_the_budget_the_likeliest_are_played():
+    arms, counts = np.array([4, 8, 12]), np.array([1, 1])
+    value = np.log(np.array([[0.2, 0.3, 0.5], [0.45, 0.3, 0.25]]))
+    # (4, 12), (8, 8) and (12, 4) meet 16: .05, .09 and .225.
+    assert arms[experimental.cheapest_arms(value, arms, counts, 16)].tolist() == [12, 4]
+    assert arms[experimental.cheapest_arms(value, arms, counts, 50)].tolist() == [12, 12], "else the nearest"
+    # Two groups of the first bin and one of the second: (4, 12) and (8, 4) meet 20, .05 and .135.
+    assert arms[experimental.cheapest_arms(value, arms, np.array([2, 1]), 20)].tolist() == [8, 4]
+
+
+@pytest.mark.checks("allocator/shadow_price")
+def test_arms_gain_their_loss_minus_the_price_of_what_they_play_beyond_the_mean():
+    allocator = experimental.ShadowPrice(least=2, most=3.0, edges=(0.5,), rate=0.05)
+    sizes = allocator.plan(np.array([0.2, 0.2, 0.8]), 4)
+    assert sum(sizes) == 12 and sizes[0] == sizes[1]
+    allocator.price = 0.1
+    allocator.extend(np.array([0.0, 0.5, 1.0]), np.array(sizes))
+    gains = allocator.gains[np.arange(2), np.array([sizes[0], sizes[2]]) - 2]
+    assert gains.tolist() == pytest.approx([0.75 - 0.1 * (sizes[0] - 4), 0.0 - 0.1 * (sizes[2] - 4)])
+    assert allocator.price == pytest.approx(0.1)  # the budget was met
+    allocator.extend(np.zeros(3), np.array(sizes) + 2)
+    assert allocator.price == pytest.approx(0.1 + 0.05 * 2)
+    other = experimental.ShadowPrice(least=2, most=3.0, edges=(0.5,))
+    other.restore(allocator.state())
+    assert other.plan(np.array([0.2, 0.2, 0.8]), 4) == allocator.plan(np.array([0.2, 0.2, 0.8]), 4)
+
+
+@pytest.mark.checks("allocator/knapsack")
+def test_what_never_succeeded_gets_what_the_others_do_not_need():
+    allocator = initial_states.Knapsack(least=2, most=16, surplus=True)
+    assert allocator.plan(np.array([0.5, 0.25, 0.0, 1.0]), 8) == [11, 16, 3, 2]
+    assert initial_states.Knapsack(least=2, most=16).plan(np.array([0.5, 0.25, 0.0, 1.0]), 8) == [12, 16, 2, 2]
+    assert allocator.plan(np.array([np.nan, 0.0, 1.0]), 8) == [8, 14, 2], "new ones get the usual size"
+    assert allocator.plan(np.array([0.5, 1.0]), 8) == [14, 2], "with nothing to try, the mixed ones take it all"
+    sampler = initial_states.MoppsSampler(decay=0.5)
+    for won in (0.0, 0.0):
+        sampler.observe(np.arange(3), np.array([won, 8.0, 4.0]), np.full(3, 8.0), np.zeros(3))
+    assert sampler.observed(np.arange(4)).tolist() == pytest.approx([0.0, 1.0, 0.5, np.nan], nan_ok=True)
+
+
+@pytest.mark.checks("allocator/dart")
+def test_what_succeeds_gets_fewer_and_shorter_episodes():
+    allocator = experimental.Dart(margin=2, recent=3)
+    assert allocator.plan(np.array([0.0, 0.5, 1.0]), 8) == [8, 4, 2]
+    index, success = np.array([5, 5, 7, 5, 5]), np.array([True, False, False, True, True])
+    allocator.observe_lengths(index, np.array([9, 30, 4, 3, 4]), success)
+    assert allocator.limits(np.array([5, 7])) == [11, 0]
+    allocator.observe_lengths(index[:1], np.array([5]), success[:1])
+    other = experimental.Dart(margin=2, recent=3)
+    other.restore(allocator.state())
+    assert other.limits(np.array([5, 7])) == [7, 0], "the longest of the newest three"

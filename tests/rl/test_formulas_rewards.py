@@ -6,7 +6,10 @@ import pytest
 import torch
 from made_rollouts import make_rollouts
 
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import STATE
 from robopolicy.rl import rewards, weights
+from robopolicy.rl.advantages.group import grpo
 from robopolicy.rl.context import Context
 from robopolicy.rl.experimental import rewards as experimental_rewards
 
@@ -128,3 +131,73 @@ def test_what_counts_alike_in_each_average():
     for function in (weights.weigh_episodes, experimental_rewards.weigh_decisions):
         expected = [value for row in tables[function] for value in row]
         assert function(decisions.mask, decisions)[decisions.mask].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.checks("rewards/information_gain")
+def test_information_is_what_a_decision_adds_to_the_value():
+    """Values are chances of success, within [0, 1]; nothing is paid in the last column of a stream that goes on."""
+    rollouts = make_rollouts([3, 1], [0, 0], [1.0, 0.0])
+    values = torch.tensor([[-0.3, 0.5, 1.4], [0.2, 0.7, 0.7]])
+    paid = experimental_rewards.information_gain(rollouts.with_extras(v=values), CONTEXT)
+    torch.testing.assert_close(paid.rewards["information"].sum(-1), torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]))
+    assert paid.rewards["success"].sum(-1).tolist() == [[0, 0, 1], [0, 0, 0]]
+    stream = replace(rollouts.take(torch.tensor([0])), whole=False).with_extras(v=values[:1])
+    stream.terminated[:] = torch.tensor([[True, False, False]])
+    paid = experimental_rewards.information_gain(stream, CONTEXT)
+    torch.testing.assert_close(paid.rewards["information"].sum(-1), torch.tensor([[0.0, 0.5, 0.0]]))
+
+
+def shaken(rollouts) -> torch.Tensor:
+    return rollouts.actions.abs().amax((1, 2, 3)) > 5
+
+
+@pytest.mark.checks("rewards/flawed")
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ("cf......", [2.335, 0.898, *[-0.539] * 6]),
+        ("cccccff.", [*[0.707] * 5, -0.707, -0.707, -2.121]),
+    ],
+)
+def test_flawed_successes_are_paid_while_most_fail_and_charged_when_most_succeed(outcomes: str, expected: list[float]):
+    rollouts = make_rollouts([2] * 8, [0] * 8, [0.0 if each == "." else 1.0 for each in outcomes])
+    flaws = torch.tensor([each == "f" for each in outcomes])
+    still = torch.zeros_like(rollouts.actions)
+    still[:, 1, 0] = 6.0 * flaws[:, None]  # a jump between two decisions
+    rollouts = replace(rollouts, actions=still)
+    paid = experimental_rewards.flawed(rollouts, CONTEXT, most=5.0)
+    assert grpo(paid, CONTEXT)[:, 0].tolist() == pytest.approx(expected, abs=1e-3)
+    other = experimental_rewards.flawed(rollouts, CONTEXT, flaw=f"{__name__}:shaken")
+    assert other.row_return.tolist() == paid.row_return.tolist()
+    with pytest.raises(ConfigError, match=r"options.flawed.flaw=jerky is not known. Did you mean 'jerk'"):
+        experimental_rewards.flawed(rollouts, CONTEXT, flaw="jerky")
+
+
+@pytest.mark.checks("rewards/majority_label")
+def test_a_majority_that_rises_and_stays_replaces_the_label():
+    rising, flat = [0.375, 0.5, 0.5, 0.625], [0.375, 0.375, 0.5, 0.375]  # slopes .075 and .0125
+    assert experimental_rewards.rises_to_majority(rising, ["a"] * 4, 0.05)
+    assert not experimental_rewards.rises_to_majority(flat, ["a"] * 4, 0.05)
+    assert not experimental_rewards.rises_to_majority(rising, ["a", "a", "a", "b"], 0.05), "not the one of before"
+    assert not experimental_rewards.rises_to_majority(rising, ["a", "b", None, "a"], 0.05), "nor one of two"
+    assert not experimental_rewards.rises_to_majority(rising, ["a", "a", "a", None], 0.05), "nor a tie"
+
+
+@pytest.mark.checks("rewards/majority_label")
+def test_success_is_then_to_end_where_the_majority_ends():
+    """One start whose detector pays those that end elsewhere; their majority grows from two to four of five."""
+    rollouts = make_rollouts([2] * 5, [0] * 5, [1.0, 0.0, 0.0, 0.0, 0.0])
+    rollouts = rollouts.with_extras(start=torch.full(rollouts.shape, 7))
+    memory: dict = {}
+    for visit, count in enumerate((2, 3, 4)):
+        ends = torch.arange(5.0) * 9
+        ends[5 - count :] = -9.0
+        seen = replace(rollouts, next_observation={STATE: ends[:, None, None, None].expand(5, 2, 1, 3)})
+        context = Context(torch.Generator(), iteration=visit, iterations=4, memory=memory)
+        paid = experimental_rewards.majority_label(seen, context, after=0.5)
+        expected = [1, 0, 0, 0, 0] if visit < 2 else [0, 1, 1, 1, 1]
+        assert paid.row_return.tolist() == paid.row_success.float().tolist() == expected
+    memory.clear()
+    assert experimental_rewards.majority_label(seen, context).row_return.tolist() == [1, 0, 0, 0, 0], (
+        "one visit is none"
+    )

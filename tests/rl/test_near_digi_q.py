@@ -209,3 +209,15 @@ def test_the_best_of_n_is_imitated_where_it_beats_the_state():
     assert loss.item() == pytest.approx(8 / 3)
     (gradient,) = torch.autograd.grad(loss, policy.mean)
     assert gradient.item() == pytest.approx(8 / 3)
+
+
+@pytest.mark.checks("models/q_ensemble", "IGPO")
+def test_held_out_values_are_predicted_before_their_outcomes_are_learned():
+    rollouts, plain, held_out = corridor(64), QEnsemble(tools(Drawing())), QEnsemble(tools(Drawing()), held_out=True)
+    held_out.restore(plain.tree())
+    # Of the same weights: what one has predicted after training is what the other predicts next.
+    after = plain.annotate(rollouts, context())
+    before = held_out.annotate(rollouts, context())
+    assert not torch.allclose(before.extras["v"], after.extras["v"], atol=0.05)
+    following = held_out.annotate(rollouts, context())
+    torch.testing.assert_close(following.extras["v"], after.extras["v"])

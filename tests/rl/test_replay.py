@@ -6,8 +6,10 @@ import pytest
 import torch
 from made_rollouts import make_rollouts
 
+from robopolicy.core.errors import ConfigError
+from robopolicy.rl.advantages.group import grpo
 from robopolicy.rl.context import Context
-from robopolicy.rl.experimental.replay import ReMix
+from robopolicy.rl.experimental.replay import ReMix, SuccessPool
 from robopolicy.rl.replay import Spear
 
 
@@ -70,3 +72,38 @@ def test_remix_mixes_recent_rows_until_it_goes_on_policy():
     mixed = remix.mix(parts[2], iteration(2))
     assert sorted(mixed.policy_version[:, 0].tolist()) == [0, 1, 2, 2, 2, 2]
     assert remix.mix(parts[3], iteration(6)) is parts[3]
+
+
+def of_one_start(returns: list[float], seed: int):
+    rollouts = batch(returns, seed)
+    return rollouts.with_extras(start=torch.full(rollouts.shape, 3))
+
+
+@pytest.mark.checks("models/success_pool", "DART-GUI", "DaGRPO")
+def test_a_group_without_success_gets_a_stored_one_for_a_failure():
+    pool = SuccessPool(None, capacity=2)  # type: ignore[arg-type]
+    first = pool.annotate(of_one_start([1.0, 2.0, 0.0, 3.0], seed=1), iteration(1))
+    assert first.row_return.tolist() == [1.0, 2.0, 0.0, 3.0] and not first.extras["replayed"].any()
+    failed = of_one_start([0.0] * 4, seed=2)
+    mixed = pool.annotate(failed, iteration(2))
+    assert sorted(mixed.row_return.tolist())[:3] == [0.0] * 3
+    assert float(mixed.row_return[-1]) in (2.0, 3.0), "the newest two are kept"
+    assert mixed.group.tolist() == [0] * 4 and mixed.policy_version[:, 0].tolist() == [2, 2, 2, 1]
+    source = first.row_return.tolist().index(float(mixed.row_return[-1]))
+    assert torch.equal(mixed.logp_behaviour[-1], first.logp_behaviour[source]), "as it was chosen then"
+    assert torch.equal(mixed.fresh.row_return, torch.zeros(3))
+    advantages = grpo(replace(mixed, rewards={"reward": mixed.rewards["reward"].clamp(max=1)}), iteration(2))
+    assert advantages[:, 0].tolist() == pytest.approx([-0.577, -0.577, -0.577, 1.732], abs=1e-3)
+    other = SuccessPool(None, capacity=2)  # type: ignore[arg-type]
+    other.restore(pool.tree())
+    again, resumed = (each.annotate(failed, iteration(3)) for each in (pool, other))
+    assert torch.equal(again.logp_behaviour, resumed.logp_behaviour)
+    solved = of_one_start([0.0, 1.0], seed=4)
+    assert torch.equal(pool.annotate(solved, iteration(4)).row_return, solved.row_return), "one success is enough"
+
+
+def test_a_pool_of_successes_is_refused_where_episodes_branch():
+    rollouts = of_one_start([0.0, 0.0], seed=1)
+    rollouts.parent[1] = 0
+    with pytest.raises(ConfigError, match=r"set branch_at=\[\]"):
+        SuccessPool(None).annotate(rollouts, iteration(1))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_rollouts import make_rollouts
 
+from robopolicy.core.spec import STATE
 from robopolicy.rl import initial_states
 from robopolicy.rl.advantages import group
 from robopolicy.rl.context import Context
@@ -208,3 +210,28 @@ def test_the_learning_rate_holds_the_kl_between_two_thirds_and_one_and_a_half_of
     other.restore(controller.state())
     assert [other.step({"kl": 1.0}, CONTEXT)["lr_scale"] for _ in range(3)] == [0.75, 0.375, 0.25]
     assert other.step({}, CONTEXT) == {"lr_scale": 0.25}
+
+
+@pytest.mark.checks("selection/distinct_pairs")
+def test_pairs_that_hardly_differ_are_dropped_but_for_the_last_of_a_kind():
+    """States of one start: 0 (a success), .1 and 2 (failures)."""
+    rollouts = make_rollouts([1, 1, 1], [0, 0, 0], [1.0, -1.0, -1.0])
+    state = torch.tensor([0.0, 0.1, 2.0])
+    rollouts = replace(rollouts, observation={STATE: state[:, None, None, None]})
+    spread = float(state.std(unbiased=False))
+    distances = experimental_selection.episode_distances(rollouts)
+    assert distances[0].tolist() == pytest.approx([0.0, 0.1 / spread, 2 / spread], abs=1e-4)
+    assert experimental_selection.distinct_pairs(rollouts, CONTEXT, least=0.25).tolist() == [True, False, True]
+    assert experimental_selection.distinct_pairs(rollouts, CONTEXT, least=0.05).all()
+    assert experimental_selection.distinct_pairs(rollouts.take(torch.tensor([0, 1])), CONTEXT).all(), (
+        "one of each stays"
+    )
+
+
+@pytest.mark.checks("selection/distinct_pairs")
+def test_the_shorter_episode_stays_where_it_ended():
+    rollouts = make_rollouts([3, 1], [0, 0], [1.0, -1.0])
+    state = torch.tensor([[0.0, 1.0, 3.0], [0.0, 9.0, 9.0]])
+    rollouts = replace(rollouts, observation={STATE: state[..., None, None]})
+    spread = float(np.std([0.0, 1.0, 3.0, 0.0]))
+    assert float(experimental_selection.episode_distances(rollouts)[0, 1]) == pytest.approx(4 / 3 / spread, abs=1e-4)

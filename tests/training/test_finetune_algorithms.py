@@ -99,8 +99,8 @@ def small_policy(world, **changes):
     return policy
 
 
-NOTHING_WITHOUT_SUCCESS = {"spear", "pacs", "digi_q"}
-"""No episode succeeds here: two are paid for nothing else, the last warms up for two iterations."""
+NOTHING_WITHOUT_SUCCESS = {"spear", "pacs", "drpo", "digi_q"}
+"""No episode succeeds here: three are paid for nothing else, the last warms up for two iterations."""
 
 
 @pytest.mark.long
@@ -142,6 +142,11 @@ OTHERS = [
     {"sampler": "sec", "num_initial_states": 6},
     {"sampler": "prompt_replay", "num_initial_states": 6, "allocator": "knapsack"},
     {"allocator": "dars"},
+    {"allocator": "dart", "models": ("success_pool",), "coefficient": "decoupled_ppo", "num_initial_states": 6},
+    {"allocator": "shadow_price", "sampler": "group_dro", "num_initial_states": 6},
+    {"sampler": "stages", "num_initial_states": 6, "selection": ("distinct_pairs",), "credit": ("by_difficulty",)},
+    {"rewards": ("majority_label",), "num_initial_states": 6},
+    {"rewards": ("flawed",), "coefficient": "future_ratio", "minibatch_episodes": 3},
     {"ratio_level": RatioLevel.DECISION_MEAN},
     {"models": ("q_ensemble",), "auxiliaries": ("best_of_n", "spo"), "rewards": ("pav",)},
     {"models": ("progress", "prime"), "advantage": "process_rloo"},

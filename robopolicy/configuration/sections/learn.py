@@ -82,6 +82,8 @@ class FinetuneSection(FinetuneConfig):
     """Checkpoint of the policy to fine-tune (default: the output of train with the same name and seed)."""
     teacher: Path | None = None
     """Checkpoint of the teacher policy for distillation."""
+    teachers: dict[str, Path] = field(default_factory=dict[str, Path])
+    """Teachers by task instead: patterns of instructions (push*) and checkpoints; the first match counts."""
     expert: str = ""
     """Import path of the controller whose states `hint` starts episodes from; empty for the task's expert."""
     expert_datasets: tuple[Path, ...] = ()
@@ -119,11 +121,18 @@ class FinetuneSection(FinetuneConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.teachers and self.teacher is not None:
+            raise ConfigError("finetune.teacher and finetune.teachers exclude each other: set only one of them.")
         if self.num_envs % self.shards:
             raise ConfigError(
                 f"finetune.num_envs={self.num_envs} is not a multiple of finetune.shards={self.shards}: set "
                 f"finetune.num_envs={self.shards * -(-self.num_envs // self.shards)}."
             )
+
+    @property
+    def teacher_paths(self) -> tuple[Path, ...]:
+        """Checkpoints of all teachers."""
+        return tuple(self.teachers.values()) if self.teacher is None else (self.teacher,)
 
     @property
     def shard_envs(self) -> int:

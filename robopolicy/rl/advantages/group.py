@@ -42,13 +42,26 @@ def group_normalised(
 
 
 @mechanism(Slot.ADVANTAGE, "grpo", source="Shao et al. 2024, arXiv:2402.03300", needs=(Need.GROUPS,))
-def grpo(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6, unbiased: bool = False) -> Tensor:
+def grpo(
+    rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6, unbiased: bool = False, by_steps: bool = False
+) -> Tensor:
     """A = (R - group mean) / (group std + epsilon).
 
     R [B]: the episodes' returns. unbiased: the sample's standard deviation, as in verl and TRL, instead of the
-    population's; it matters where groups differ in size. Returns A [B, T], constant over an episode.
+    population's; it matters where groups differ in size. by_steps: episodes count by their scored steps in mean and
+    deviation, as in HAPO (arXiv:2509.16591); a group in which |A| then reaches 5 gets the usual A. Returns A [B, T],
+    constant over an episode.
     """
-    return broadcast(group_normalised(*outcomes(rollouts), epsilon, unbiased=unbiased), rollouts)
+    returns, counts, groups = outcomes(rollouts)
+    advantage = group_normalised(returns, counts, groups, epsilon, unbiased=unbiased)
+    if by_steps:
+        size = torch.where(counts, (rollouts.mask & rollouts.alive[..., None]).sum((1, 2)), 0).to(returns.dtype)
+        total = groups.sum(size).clamp(min=1)
+        centred = returns - (groups.sum(size * returns) / total)[groups.index]
+        std = (groups.sum(size * centred.square()) / total).sqrt()[groups.index]
+        weighted = torch.where(counts, centred / (std + epsilon), 0.0)
+        advantage = torch.where(groups.maximum(weighted.abs())[groups.index] >= 5, advantage, weighted)
+    return broadcast(advantage, rollouts)
 
 
 @mechanism(Slot.ADVANTAGE, "dr_grpo", source="Liu et al. 2025, arXiv:2503.20783", needs=(Need.GROUPS,))

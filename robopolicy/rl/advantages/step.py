@@ -90,6 +90,18 @@ def state_keys(rollouts: Rollouts, resolution: float | None = None, *, with_acti
     return keys_at(RESOLUTIONS[-1])
 
 
+def final_state(rollouts: Rollouts) -> Tensor:
+    """Return the vector fields of the newest observation after each row's last chunk, [B, D]."""
+    last = rollouts.alive.sum(1) - 1
+    rows = torch.arange(len(last), device=last.device)
+    vectors = [
+        value[rows, last, -1].flatten(1)
+        for value in rollouts.next_observation.values()
+        if isinstance(value, Tensor) and value.dtype.is_floating_point
+    ]
+    return torch.cat(vectors, -1)
+
+
 def _is_shared(keys: Tensor, rollouts: Rollouts) -> Tensor:
     """Whether another episode of the group has the key [B, T] at any time, [B, T]."""
     segments = Segments.of(per_decision(rollouts.group, rollouts), keys.flatten())
@@ -129,18 +141,24 @@ def step_groups(
     episode_weight: float = 1.0,
     step_weight: float = 1.0,
     cut: bool = False,
+    scale: bool = True,
+    padded: bool = False,
+    discount: float | None = None,
 ) -> Tensor:
     """Weighted sum of the episode's advantage and of the return-to-go relative to the group at the same step index.
 
-    Both are standardised. cut: a return-to-go ends at a chunk without a positive reward, as in UI-S1, whose rewards are
-    the agreement with a demonstration. Returns A [B, T].
+    The episode's advantage is standardised, the other one if `scale`. cut: a return-to-go ends at a chunk without a
+    positive reward, as in UI-S1, whose rewards are the agreement with a demonstration. padded: episodes that are over
+    count as 0 in later baselines, as in IGPO, else not at all. discount: per control step, null for the run's. Returns
+    A [B, T].
     """
-    to_go = returns_to_go(rollouts, context.discount, cut=cut)
+    to_go = returns_to_go(rollouts, context.discount if discount is None else discount, cut=cut)
     column = torch.arange(to_go.shape[1], device=to_go.device).expand(to_go.shape)
     keys = Segments.of(per_decision(rollouts.group, rollouts), column.flatten())
-    step, _ = group_baseline(to_go.flatten(), keys, rollouts.alive.flatten(), scale=True)
+    counts = torch.ones_like(rollouts.alive) if padded else rollouts.alive
+    step, _ = group_baseline(to_go.flatten(), keys, counts.flatten(), scale)
     episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
-    return episode_weight * episode + step_weight * step.reshape(to_go.shape)
+    return episode_weight * episode + step_weight * torch.where(rollouts.alive, step.reshape(to_go.shape), 0.0)
 
 
 @mechanism(Slot.ADVANTAGE, "process_rloo", source="PRIME, arXiv:2502.01456", needs=(Need.GROUPS, Need.IMPLICIT))

@@ -4,10 +4,13 @@ Each is a c with d(loss)/d(logp) = -w c. If a paper states a surrogate, its grad
 with autograd in the tests. Preference losses have requirements on minibatches: see `robopolicy.rl.coefficients`.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.returns import discounted_sums
 from robopolicy.core.segments import Segments, quantile
 from robopolicy.rl.coefficients import pair_mean, ppo
 from robopolicy.rl.context import Coefficients, Scored
@@ -165,6 +168,72 @@ def entropy_level(entropy: Tensor, mask: Tensor, pivot: float) -> Tensor:
     centred = torch.where(mask, level - quantile(level[mask], pivot, nearest=True), 0.0)
     above, below = centred.clamp(min=0), centred.clamp(max=0)
     return above / above.max().clamp(min=1e-6) + below / below.min().abs().clamp(min=1e-6)
+
+
+@mechanism(Slot.COEFFICIENT, "future_ratio", source="APPO, arXiv:2606.12384", needs=(Need.WHOLE_EPISODES,))
+def future_ratio(
+    scored: Scored,
+    *,
+    half_life: float = 64.0,
+    gain: float = 1.0,
+    most: float = 0.2,
+    low: float = 0.2,
+    high: float = 0.28,
+    dual_clip: float = 3.0,
+) -> Coefficients:
+    """PPO that credits steps whose later steps have become more likely: A (1 + gain f), f = clip(exp F, 1, 1 + most).
+
+        F_t = sum_{k >= t} 2^((t - k) / half_life) d_k,   d = log pi - log pi_old, 0 where d > log dual_clip
+
+    over the scored steps of an episode in order, without gradient; half_life: in steps. Before the first update of an
+    iteration d = 0 and every A is multiplied by 1 + gain, so it needs several epochs, or stale data. Omitted: the
+    authors' bound on f where A < 0 and the ratio is beyond dual_clip, where no gradient is left.
+    """
+    change = torch.where(scored.step_log_ratio <= math.log(dual_clip), scored.step_log_ratio, 0.0)
+    order = (
+        (~scored.mask).flatten(1).long().argsort(dim=1, stable=True)
+    )  # scored steps first, so that gaps do not decay
+    ordered = change.flatten(1).gather(1, order)
+    decay = torch.full_like(ordered, 0.5 ** (1 / half_life))
+    later = discounted_sums(ordered, decay, torch.ones_like(ordered, dtype=torch.bool))
+    factor = torch.zeros_like(ordered).scatter(1, order, later).reshape(change.shape).exp().clamp(1, 1 + most)
+    c = ppo(scored.log_ratio, scored.advantage * (1 + gain * factor), low, high, scored.clamped, dual_clip)
+    return c, {"future_factor": factor[scored.mask].mean()}
+
+
+@mechanism(Slot.COEFFICIENT, "drpo", source="DRPO, arXiv:2510.04474", needs=(Need.WHOLE_GROUPS,))
+def drpo(
+    scored: Scored, *, tau: float = 10.0, decay: float = 0.1, delta: float = 1e-4, beta: float = 1e3
+) -> Coefficients:
+    """Normalise successes of a group among themselves, shorter ones weighing more, against its likely failures.
+
+        L = - mean over groups of [sum_success w_i s_i / sum_success w_i - tau log mean_failure exp(s_i / tau)]
+            + sg(max(beta (KL - delta), 0)) KL,   w_i = exp((1 - length_i / longest) / decay)
+
+    s_i: mean log-probability of an episode's scored steps. A group without both outcomes adds nothing to the first
+    term, so a failure is never paid for being short. KL = mean(exp(x) - x - 1), x = log pi - log pi_old. length:
+    control steps; longest: those of the minibatch's padded rows. The advantage is not used; weight=constant with
+    length=1 gives this loss exactly. For a denoising policy, whose log-probabilities are means over elements, tau = 10
+    makes all failures nearly alike.
+    """
+    rollouts = scored.rollouts
+    success, groups = rollouts.row_success, Segments.of(rollouts.group)
+    steps = scored.mask.sum((1, 2)).clamp(min=1)
+    score = torch.where(scored.mask, scored.logp, 0.0).sum((1, 2)) / steps
+    length = rollouts.duration.sum(1).to(score.dtype) / rollouts.valid[0].numel()
+    positive = torch.where(success, (1 - length) / decay, score / tau)
+    kinds = Segments.of(rollouts.group, success)  # a softmax over a group's successes, and one over its failures
+    weight = (positive - kinds.maximum(positive)[kinds.index]).exp()
+    share = weight / kinds.sum(weight)[kinds.index]
+    rate = groups.mean(success.to(score.dtype))[groups.index]
+    share = torch.where((rate > 0) & (rate < 1), share, 0.0)
+    change = scored.step_log_ratio
+    excess = torch.where(scored.mask, torch.expm1(change), 0.0)
+    divergence = (excess - change)[scored.mask].mean()
+    penalty = (beta * (divergence - delta)).clamp(min=0)
+    c = len(share) / groups.count * torch.where(success, share, -share) / steps
+    c = torch.where(scored.mask, c[:, None, None], 0.0) - penalty * excess * len(share) / scored.mask.sum().clamp(min=1)
+    return c, {"drpo_kl": divergence, "drpo_penalty": penalty}
 
 
 @mechanism(Slot.COEFFICIENT, "mdpo", source="MDPO, arXiv:2005.09814")

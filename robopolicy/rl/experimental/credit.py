@@ -10,6 +10,8 @@ from torch import Tensor
 from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments, distinct, quantile
+from robopolicy.rl.advantages.gae import standardise
+from robopolicy.rl.advantages.step import final_state
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -17,6 +19,11 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 def entropy_of(rollouts: Rollouts) -> Tensor:
     """Return the entropy of every step under the behaviour policy, [B, T, K], in nats; requires Need.ENTROPY."""
     return rollouts.extras["entropy"]
+
+
+def chunk_entropy(rollouts: Rollouts) -> Tensor:
+    """Return the mean entropy of every chunk's scored steps, [B, T], 0 where it has none."""
+    return (entropy_of(rollouts) * rollouts.mask).sum(-1) / rollouts.mask.sum(-1).clamp(min=1)
 
 
 def _among(values: Tensor, mask: Tensor) -> Tensor:
@@ -27,14 +34,42 @@ def _among(values: Tensor, mask: Tensor) -> Tensor:
 
 
 @mechanism(Slot.CREDIT, "top_entropy", source="80/20 rule, arXiv:2506.01939", needs=(Need.CATEGORICAL, Need.ENTROPY))
-def top_entropy(rollouts: Rollouts, advantage: Tensor, context: Context, *, share: float = 0.2) -> Tensor:
+def top_entropy(
+    rollouts: Rollouts, advantage: Tensor, context: Context, *, share: float = 0.2, per_chunk: bool = False
+) -> Tensor:
     """Learn only from the `share` of steps with the highest entropy in the batch (forking tokens).
 
+    per_chunk: from the chunks whose steps have the highest mean entropy, as in DART-GUI (arXiv:2509.23866, share .8).
     Takes and returns A [B, T, K], 0 at the other steps.
     """
     entropy = entropy_of(rollouts)
+    if per_chunk:
+        mean, has_steps = chunk_entropy(rollouts), rollouts.mask.any(-1)
+        return torch.where((mean >= quantile(mean[has_steps], 1 - share))[..., None], advantage, 0.0)
     threshold = quantile(entropy[rollouts.mask], 1 - share)
     return torch.where(entropy >= threshold, advantage, 0.0)
+
+
+@mechanism(Slot.CREDIT, "entropy_gain", source="AEPO, arXiv:2510.14545", needs=(Need.CATEGORICAL, Need.ENTROPY))
+def entropy_gain(rollouts: Rollouts, advantage: Tensor, context: Context, *, gain: float = 0.2) -> Tensor:
+    """Uncertain steps weigh more: A (1 + gain z), z the step's entropy standardised over the batch's scored steps.
+
+    The paper's gain was not found; .2 is chosen here. Takes and returns A [B, T, K].
+    """
+    return advantage * (1 + gain * standardise(entropy_of(rollouts), rollouts.mask))
+
+
+@mechanism(Slot.CREDIT, "by_difficulty", source="GUI-G1, arXiv:2505.15810", needs=(Need.GROUPS,))
+def by_difficulty(rollouts: Rollouts, advantage: Tensor, context: Context, *, least: float = 1e-3) -> Tensor:
+    """Initial states that fail weigh more: A w, w = (1 - success rate of the group) / its mean over the batch.
+
+    The authors' weight is the inverse size of the target's box, read from their data; how they normalise it was not
+    found, so this one, at least `least`, is chosen here. Takes and returns A [B, T, K].
+    """
+    groups = Segments.of(rollouts.group)
+    failure = 1 - groups.mean(rollouts.row_success.float())[groups.index]
+    weight = (failure / failure.mean().clamp(min=1e-6)).clamp(min=least)
+    return advantage * weight[:, None, None]
 
 
 @mechanism(Slot.CREDIT, "d3s_steps", source="D3S, arXiv:2509.22115", needs=(Need.CATEGORICAL, Need.ENTROPY))
@@ -68,7 +103,7 @@ def empg(
     """
     alive = rollouts.alive
     count = rollouts.mask.sum(-1).clamp(min=1)
-    step = _among((entropy_of(rollouts) * rollouts.mask).sum(-1) / count, alive)
+    step = _among(chunk_entropy(rollouts), alive)
     gain = torch.exp(-damping * step)
     gain = gain / gain[alive].mean()
     next_step = torch.cat([step[:, 1:], torch.ones_like(step[:, :1])], 1)
@@ -163,14 +198,7 @@ def seed_grpo(
     complete episodes a single episode would dominate. Of the paper's forms this is the linear one. Takes and returns A
     [B, T, K]; an episode's entries share one factor, never below 0.
     """
-    last = rollouts.alive.sum(1) - 1
-    rows = torch.arange(len(last), device=last.device)
-    vectors = [
-        value[rows, last, -1].flatten(1)
-        for value in rollouts.next_observation.values()
-        if isinstance(value, Tensor) and value.dtype.is_floating_point
-    ]
-    final = torch.cat(vectors, -1)
+    final = final_state(rollouts)
     cells = (final / (final.std(0) + 1e-6) / resolution).round().long()
     _, cluster = distinct(cells)
     groups = Segments.of(rollouts.group)

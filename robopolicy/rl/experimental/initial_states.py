@@ -15,7 +15,7 @@ import numpy as np
 from robopolicy.core.arrays import Array
 from robopolicy.rl.context import Context
 from robopolicy.rl.initial_states import Beliefs, Uniform, information_gain
-from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
 @mechanism(Slot.SAMPLER, "vade", source="VADE, arXiv:2511.18902")
@@ -49,6 +49,14 @@ class VadeSampler(Beliefs):
         super().observe(index, successes, episodes, advantage)
 
 
+def weighted_draw(weight: Array, count: int, generator: np.random.Generator) -> Array:
+    """Draw `count` different indices [n] with chances in proportion to `weight` [pool]."""
+    order = generator.permutation(len(weight))
+    # Efraimidis and Spirakis: the largest log(u) / weight are a weighted draw without replacement.
+    keys = np.log(np.maximum(generator.random(len(weight)), 1e-300)) / np.maximum(weight[order], 1e-12)
+    return order[np.argsort(-keys, kind="stable")[:count]]
+
+
 @mechanism(Slot.SAMPLER, "sec", source="SEC, self-evolving curriculum, arXiv:2505.14970")
 class SecSampler(Beliefs):
     """Bandit over categories (instructions: state i belongs to category i mod `categories`) with reward mean |A|.
@@ -68,11 +76,7 @@ class SecSampler(Beliefs):
         """Return initial states [n], with categories drawn by value."""
         scaled = (self.values - self.values.max()) / self.temperature
         share = np.exp(scaled) / np.exp(scaled).sum()
-        order = generator.permutation(pool)
-        weight = share[order % self.categories]
-        # Efraimidis and Spirakis: the largest log(u) / weight are a weighted draw without replacement.
-        keys = np.log(np.maximum(generator.random(pool), 1e-300)) / np.maximum(weight, 1e-12)
-        return order[np.argsort(-keys, kind="stable")[:count]]
+        return weighted_draw(share[np.arange(pool) % self.categories], count, generator)
 
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
         """Move the value of every played category towards its mean |A|; arguments [n]."""
@@ -144,6 +148,251 @@ class ReplaySampler(Beliefs):
         self.last = {int(key): value[1] for key, value in state["used"].items()}
 
 
+@mechanism(
+    Slot.SAMPLER,
+    "stages",
+    source="CRAFT-GUI, arXiv:2508.11360; AceReason, arXiv:2505.16400; DRIVE, arXiv:2511.06307",
+)
+class Stages(Beliefs):
+    """Stages in order of difficulty or domain: every `rounds` proposals, the next part of the pool is drawn from.
+
+    by=difficulty: each initial state is proposed once first, which measures the base policy. CRAFT-GUI: the pool is
+    sorted by these rates, from easy to hard, into `parts` of equal size; the last one lasts to the end. keep < 1:
+    DRIVE's second stage instead, in which every `rounds` proposals keep the hardest fraction `keep` of those left, by
+    their rates so far; with a large finetune.group_size. by=instruction: AceReason, which finishes one domain before
+    the next: state i belongs to domain i mod `parts` (instructions). A longer horizon for a later stage is a run that
+    begins with the checkpoint of the one before.
+    """
+
+    def __init__(self, *, parts: int = 3, rounds: int = 20, keep: float = 1.0, by: str = "difficulty"):
+        super().__init__(prior=1.0, decay=1.0)
+        if by not in ("difficulty", "instruction"):
+            raise unknown_option("stages.by", by, ("difficulty", "instruction"))
+        self.parts = parts
+        self.rounds = rounds
+        self.keep = keep
+        self.by = by
+        self.proposals = 0
+        self.order: list[int] = []
+
+    def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
+        """Return initial states [n] of the present stage, or unseen ones."""
+        if self.by == "instruction":
+            domain = min(self.proposals // self.rounds, self.parts - 1)
+            candidates = np.arange(domain % self.parts, pool, self.parts)
+        else:
+            unseen_starts = np.array([number for number in range(pool) if number not in self.counts], dtype=int)
+            if len(unseen_starts):
+                return self._filled(unseen_starts, count, pool, generator)
+            candidates = self._of_difficulty(count, pool)
+        self.proposals += 1
+        return self._filled(candidates, count, pool, generator)
+
+    def _filled(self, first: Array, count: int, pool: int, generator: np.random.Generator) -> Array:
+        """Return `count` indices, of `first` if they suffice, else also of the others."""
+        rest_of_pool = np.setdiff1d(np.arange(pool), first)
+        return np.concatenate([generator.permutation(first), generator.permutation(rest_of_pool)])[:count]
+
+    def _of_difficulty(self, count: int, pool: int) -> Array:
+        stage, is_next = divmod(self.proposals, self.rounds)
+        if not self.order or (self.keep < 1 and is_next == 0 and stage > 0):
+            remaining_starts = np.array(self.order or range(pool))
+            hardest_last = remaining_starts[np.argsort(-self.predict(remaining_starts), kind="stable")]
+            total = len(remaining_starts)
+            size = max(count, round(self.keep * total)) if self.keep < 1 else total
+            self.order = [int(number) for number in hardest_last[total - min(size, total) :]]
+        if self.keep < 1:
+            return np.array(self.order)
+        return np.array_split(np.array(self.order), self.parts)[min(stage, self.parts - 1)]
+
+    def state(self) -> dict[str, Any]:
+        """Return counts, number of proposals and the order."""
+        return {**super().state(), "proposals": self.proposals, "order": self.order}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore the state."""
+        super().restore(state)
+        self.proposals, self.order = state["proposals"], list(state["order"])
+
+
+def mixed_softmax(scores: Array, sharpness: float, explore: float) -> Array:
+    """Return (1 - explore) softmax(sharpness * scores) + explore / n, over the last axis of scores [..., n]."""
+    weight = np.exp(sharpness * (scores - scores.max(-1, keepdims=True)))
+    return (1 - explore) * weight / weight.sum(-1, keepdims=True) + explore / scores.shape[-1]
+
+
+def bin_of_rate(rate: float, edges: tuple[float, ...], margin: float, old: int | None) -> int:
+    """Return the bin of a success rate between `edges`; it leaves `old` only if the rate is `margin` beyond an edge."""
+    low, high = (int(np.searchsorted(edges, rate + shift, side="right")) for shift in (-margin, margin))
+    return int(np.searchsorted(edges, rate, side="right")) if old is None else min(max(old, low), high)
+
+
+@mechanism(Slot.SAMPLER, "group_dro", source="GDRO, arXiv:2601.19280")
+class GroupDro(Beliefs):
+    """Distributionally robust: draw more initial states of those bins of success rates that lose most.
+
+    Bins between `edges` of the mean rate of the last `window` visits (.5 before the first); q = (1 - explore)
+    softmax(sharpness S) + explore / bins, S <- decay S + (1 - decay) (mean loss / share of the batch), where the loss
+    of an episode is 1 - success: GRPO's own, minus the mean of A times the ratio, is 0 on its own data. The paper draws
+    by q; the authors' code weighs samples by q over share instead.
+    """
+
+    def __init__(
+        self,
+        *,
+        edges: tuple[float, ...] = (0.4, 0.75),
+        margin: float = 0.03,
+        window: int = 50,
+        decay: float = 0.88,
+        sharpness: float = 0.65,
+        explore: float = 0.01,
+    ):
+        super().__init__(prior=1.0, decay=1.0)
+        self.edges = tuple(edges)
+        self.margin = margin
+        self.window = window
+        self.score_decay = decay
+        self.sharpness = sharpness
+        self.explore = explore
+        self.rates: dict[int, list[float]] = {}
+        self.bins: dict[int, int] = {}
+        self.scores: list[float | None] = [None] * (len(self.edges) + 1)
+
+    def bin(self, number: int) -> int:
+        """Return the bin of an initial state."""
+        return self.bins.get(number, bin_of_rate(0.5, self.edges, 0.0, None))
+
+    def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
+        """Return initial states [n], with bins drawn by q."""
+        bins = np.array([self.bin(number) for number in range(pool)])
+        scores = np.array([0.0 if score is None else score for score in self.scores])
+        share = mixed_softmax(scores, self.sharpness, self.explore) / np.maximum(
+            np.bincount(bins, minlength=len(scores)), 1
+        )
+        return weighted_draw(share[bins], count, generator)
+
+    def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
+        """Update the scores of the played bins and the bins of the played initial states; arguments [n]."""
+        super().observe(index, successes, episodes, advantage)
+        bins = np.array([self.bin(number) for number in index.tolist()])
+        for place in np.unique(bins):
+            played = episodes[bins == place].sum()
+            value = float((1 - successes[bins == place].sum() / played) / (played / episodes.sum()))
+            old = self.scores[place]
+            self.scores[place] = value if old is None else self.score_decay * old + (1 - self.score_decay) * value
+        for number, rate in zip(index.tolist(), (successes / episodes).tolist(), strict=True):
+            self.rates[number] = [*self.rates.get(number, []), rate][-self.window :]
+            mean = float(np.mean(self.rates[number]))
+            self.bins[number] = bin_of_rate(mean, self.edges, self.margin, self.bins.get(number))
+
+    def state(self) -> dict[str, Any]:
+        """Return the complete state."""
+        starts = {str(number): [self.bins[number], *rates] for number, rates in self.rates.items()}
+        return {**super().state(), "starts": starts, "scores": self.scores}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore the state."""
+        super().restore(state)
+        self.rates = {int(number): rates for number, (_, *rates) in state["starts"].items()}
+        self.bins = {int(number): place for number, (place, *_) in state["starts"].items()}
+        self.scores = list(state["scores"])
+
+
+def largest_remainders(exact: Array, total: int) -> Array:
+    """Round shares [n], whose sum is `total`, to integers of the same sum; the largest remainders are rounded up."""
+    sizes = np.floor(exact + 1e-9).astype(int)
+    sizes[np.argsort(sizes - exact, kind="stable")[: total - sizes.sum()]] += 1
+    return sizes
+
+
+def cheapest_arms(value: Array, arms: Array, counts: Array, budget: int) -> Array:
+    """Choose an arm for each bin, [n] indices, with the largest sum of values among those nearest to the budget.
+
+    value: [bins, arms]; arms: group sizes [arms]; counts: number of groups in each bin [bins]. By dynamic programming
+    over the sums of episodes.
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for place, count in enumerate(counts.tolist()):
+        extended: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for total, (gain, chosen) in best.items():
+            for arm, size in enumerate(arms.tolist()):
+                candidate = gain + float(value[place, arm]), (*chosen, arm)
+                key = total + count * size
+                if key not in extended or candidate[0] > extended[key][0]:
+                    extended[key] = candidate
+        best = extended
+    nearest = min(abs(total - budget) for total in best)
+    return np.array(max(choice for total, choice in best.items() if abs(total - budget) == nearest)[1])
+
+
+@mechanism(Slot.ALLOCATOR, "shadow_price", source="GDRO, arXiv:2601.19280")
+class ShadowPrice(Uniform):
+    """Group sizes by a bandit in every bin of success rates, with a shadow price on episodes that holds their mean.
+
+    Arms: group sizes from `least` to `most` times the mean n. An arm that was played gains its mean loss - price (size
+    - n), and is drawn to by p = (1 - explore) softmax(sharpness gain) + explore / arms: of the choices nearest to the
+    budget the one with the largest sum of log p is played. price <- price + rate (mean size - n). The loss is 1 -
+    success rate, chosen here. closed_form: the paper's limit instead, sizes in proportion to the standard deviation
+    sqrt(p (1 - p)) of outcomes. Predicted rates come from the sampler, so initial states must recur: starts=N.
+    """
+
+    def __init__(
+        self,
+        *,
+        least: int = 2,
+        most: float = 3.0,
+        edges: tuple[float, ...] = (0.4, 0.75),
+        sharpness: float = 0.65,
+        explore: float = 0.01,
+        rate: float = 0.05,
+        closed_form: bool = False,
+    ):
+        self.least = least
+        self.most = most
+        self.edges = tuple(edges)
+        self.sharpness = sharpness
+        self.explore = explore
+        self.rate = rate
+        self.closed_form = closed_form
+        self.price, self.gains = 0.0, np.zeros((len(self.edges) + 1, 0))
+        self.played: tuple[Array, Array, int] | None = None
+
+    def plan(self, predicted: Array, group_size: int) -> list[int]:
+        """Return group sizes [n] for initial states with these predicted success rates."""
+        budget, least = group_size * len(predicted), min(self.least, group_size)
+        if self.closed_form:
+            spread = np.sqrt(np.clip(predicted * (1 - predicted), 1e-9, None))
+            return np.maximum(largest_remainders(budget * spread / spread.sum(), budget), least).tolist()
+        arms = np.arange(least, max(round(self.most * group_size), group_size) + 1)
+        if self.gains.shape[1] != len(arms):
+            self.gains = np.zeros((len(self.edges) + 1, len(arms)))
+        bins = np.searchsorted(self.edges, predicted, side="right")
+        present, place = np.unique(bins, return_inverse=True)
+        value = np.log(mixed_softmax(self.gains[present], self.sharpness, self.explore))
+        indices = cheapest_arms(value, arms, np.bincount(place), budget)[place]
+        self.played = bins, indices, group_size
+        return arms[indices].tolist()
+
+    def extend(self, rate: Array, sizes: Array) -> list[int]:
+        """Learn from the measured success rates [n] of the groups just played; return zeros [n]."""
+        if self.played is not None and len(self.played[0]) == len(rate):
+            bins, indices, group_size = self.played
+            for place, arm in {*zip(bins.tolist(), indices.tolist(), strict=True)}:
+                members = (bins == place) & (indices == arm)
+                loss = float((1 - rate[members]).mean())
+                self.gains[place, arm] += loss - self.price * (float(sizes[members].mean()) - group_size)
+            self.price += self.rate * (float(sizes.mean()) - group_size)
+        return [0] * len(sizes)
+
+    def state(self) -> dict[str, Any]:
+        """Return the price and the arms' gains."""
+        return {"price": self.price, "gains": self.gains.tolist()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore the price and the arms' gains."""
+        self.price, self.gains = state["price"], np.array(state["gains"])
+
+
 @mechanism(Slot.ALLOCATOR, "dars", source="DARS, arXiv:2508.13755")
 class Dars(Uniform):
     """Play once, then give initial states with a success rate a < 0.5 more episodes; rarer success gets more.
@@ -162,6 +411,42 @@ class Dars(Uniform):
         target = (2 * (1 - rate) if self.weighted else 1.0) * sizes / 2
         extra_episodes = np.where(rate < 0.5, (target - sizes * spread) / spread, 0.0)
         return np.clip(np.ceil(extra_episodes - 1e-9), 0, np.maximum(self.most - sizes, 0)).astype(int).tolist()
+
+
+@mechanism(Slot.ALLOCATOR, "dart", source="DART-GUI, arXiv:2509.23866")
+class Dart(Uniform):
+    """Fewer and shorter episodes where the policy succeeds: n = max(least, round(N (1 - rate))) of N = group_size.
+
+    An initial state's episodes are truncated `margin` chunks after the longest of its last `recent` successes, if there
+    are any. The authors' exact rules were not found; these are chosen here. Initial states must recur: starts=N.
+    """
+
+    def __init__(self, *, least: int = 2, margin: int = 2, recent: int = 16):
+        self.least = least
+        self.margin = margin
+        self.recent = recent
+        self.lengths: dict[int, list[int]] = {}
+
+    def plan(self, predicted: Array, group_size: int) -> list[int]:
+        """Return group sizes [n] for initial states with these predicted success rates."""
+        return np.maximum(np.round(group_size * (1 - predicted)).astype(int), min(self.least, group_size)).tolist()
+
+    def limits(self, index: Array) -> list[int]:
+        """Return the number of chunks after which episodes from initial states [n] are truncated, 0 for none."""
+        return [max(self.lengths[number]) + self.margin if number in self.lengths else 0 for number in index.tolist()]
+
+    def observe_lengths(self, index: Array, chunks: Array, success: Array) -> None:
+        """Record the lengths of episodes, in chunks, by initial state and success, each [B]."""
+        for number, length in zip(index[success].tolist(), chunks[success].tolist(), strict=True):
+            self.lengths[number] = [*self.lengths.get(number, []), length][-self.recent :]
+
+    def state(self) -> dict[str, Any]:
+        """Return the lengths of successes."""
+        return {"lengths": {str(number): lengths for number, lengths in self.lengths.items()}}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore the lengths of successes."""
+        self.lengths = {int(number): lengths for number, lengths in state["lengths"].items()}
 
 
 class _Rates:

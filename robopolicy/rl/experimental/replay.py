@@ -1,14 +1,17 @@
-"""Experimental replay of recent iterations, and of all teacher-labelled data; see `robopolicy.rl.replay`."""
+"""Experimental replay of recent iterations, of teacher-labelled data, and of successes; see `robopolicy.rl.replay`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from robopolicy.core.rollouts import Rollouts
-from robopolicy.rl.context import Context
-from robopolicy.rl.registry import Slot, mechanism
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.rollouts import Rollouts, concatenate
+from robopolicy.core.segments import Segments, distinct
+from robopolicy.rl.context import Context, Tools
+from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.replay import Buffer, append_rollouts, with_advantage
 
 
@@ -48,6 +51,72 @@ class ReMix(Buffer):
             order = torch.randperm(len(part.group), generator=context.generator, device=context.generator.device)
             older.append(part.take(order[:count].sort().values))
         return append_rollouts(rollouts, older)
+
+
+@mechanism(
+    Slot.MODEL,
+    "success_pool",
+    source="DART-GUI, arXiv:2509.23866; anchors of DaGRPO, arXiv:2512.06337",
+    needs=(Need.GROUPS, Need.STARTS),
+)
+class SuccessPool:
+    """Keep the newest successes of every initial state; a group without any gets one in the place of a random failure.
+
+    Before advantages are computed, so that such a group has some; a replay would come after them. The older row keeps
+    the probabilities that it was chosen with: coefficient=decoupled_ppo with limit=1 weighs by them, as in DART.
+    capacity: successes per initial state. Stored rows are part of checkpoints; they do not count in metrics of success,
+    nor for the sampler. It comes first among models.
+    """
+
+    def __init__(self, tools: Tools, *, capacity: int = 4):
+        self.capacity = capacity
+        self.kept: dict[int, Rollouts] = {}
+
+    def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
+        """Return the rollouts with stored successes in groups without any, then store the new ones. Raises ConfigError
+        if episodes branch.
+        """
+        if bool((rollouts.parent >= 0).any()):
+            raise ConfigError(
+                "models=[success_pool] replaces episodes, from which others may branch: set branch_at=[], or leave it "
+                "out."
+            )
+        past = rollouts.extras.replayed
+        rollouts = rollouts.with_extras(replayed=torch.zeros_like(rollouts.alive) if past is None else past)
+        groups, success = Segments.of(rollouts.group), rollouts.row_success
+        has_success = groups.sum(success.float())[groups.index] > 0
+        starts = rollouts.extras["start"][:, 0]
+        stays, anchors = torch.ones_like(success), list[Rollouts]()
+        for group in distinct(rollouts.group[~has_success])[0]:
+            members = (rollouts.group == group).nonzero().squeeze(1)
+            pool = self.kept.get(int(starts[members[0]]))
+            if pool is not None:
+                stays[members[self._draw(len(members), context)]] = False
+                anchor = pool.take(self._draw(len(pool.group), context)[None])
+                anchors.append(replace(anchor, group=torch.full_like(anchor.group, int(group))))
+        mixed = [rollouts.take(stays.nonzero().squeeze(1)), *anchors]
+        for start in distinct(starts[success])[0].tolist():
+            self._keep(start, rollouts.take((success & (starts == start)).nonzero().squeeze(1)))
+        return concatenate(mixed, same_groups=True) if anchors else rollouts
+
+    def _draw(self, count: int, context: Context) -> Tensor:
+        draws = context.generator
+        return torch.randint(count, (), generator=draws, device=draws.device)
+
+    def _keep(self, start: int, successes: Rollouts) -> None:
+        successes = successes.with_extras(replayed=torch.ones_like(successes.alive))
+        old = self.kept.get(start)
+        joined = successes if old is None else concatenate([old, successes], same_groups=True)
+        newest = torch.arange(len(joined.group), device=joined.group.device)[-self.capacity :]
+        self.kept[start] = joined.take(newest).compact()
+
+    def tree(self) -> dict[str, Any]:
+        """Return all tensors."""
+        return {str(start): rollouts.tree() for start, rollouts in self.kept.items()}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Restore all tensors."""
+        self.kept = {int(start): Rollouts.of(rollouts) for start, rollouts in tree.items()}
 
 
 @mechanism(Slot.REPLAY, "aggregate", source="DAgger, arXiv:1011.0686; DAgger for agents, arXiv:2605.12913", needs=())

@@ -1,15 +1,22 @@
-"""Experimental rewards for milestones, speed, smoothness and progress under a prover, and weights of the loss by
-duration and by chunk.
+"""Experimental rewards for milestones, speed, smoothness, information and progress, and weights of the loss by duration
+and by chunk.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.registry import is_dotted, load_dotted
 from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.segments import distinct
+from robopolicy.rl.advantages.step import final_state
 from robopolicy.rl.context import Context
-from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
+from robopolicy.rl.rewards import success_only
 
 
 @mechanism(Slot.REWARD, "partial_credit", source="MLE-RL (partial credit), arXiv:2509.01684")
@@ -92,11 +99,115 @@ def progress_under_prover(rollouts: Rollouts, context: Context, *, alpha: float 
         return 1 - (1 - value.clamp(0, 1)) ** tries
 
     gain = torch.where(rollouts.alive, prover(rollouts.extras["q"]) - prover(rollouts.extras["v"]), 0.0)
-    reward = torch.zeros_like(rollouts.valid, dtype=torch.float32)
-    last = (rollouts.valid.sum(-1) - 1).clamp(min=0)
+    return replace(rollouts, rewards={**rollouts.rewards, "prover": at_last_step(rollouts, alpha * gain)})
+
+
+def at_last_step(rollouts: Rollouts, per_chunk: Tensor) -> Tensor:
+    """Return a reward [B, T, C] that pays `per_chunk` [B, T] at the last executed control step of every chunk."""
+    last = (rollouts.duration - 1).clamp(min=0)[..., None]
+    return torch.zeros(rollouts.valid.shape, device=last.device).scatter(-1, last, per_chunk[..., None].float())
+
+
+def last_chunk(rollouts: Rollouts) -> Tensor:
+    """Return a mask [B, T] of each row's last chunk."""
+    return rollouts.alive & (rollouts.alive.cumsum(1) == rollouts.alive.sum(1, keepdim=True))
+
+
+@mechanism(Slot.REWARD, "information_gain", source="IGPO, arXiv:2510.14967", needs=(Need.VALUES,))
+def information_gain(rollouts: Rollouts, context: Context, *, keep: tuple[str, ...] = ("uncertainty",)) -> Rollouts:
+    """Pay every chunk V(s') - V(s), what it adds to the chance of success, and the last one of an episode the outcome.
+
+    V: extras["v"] of the model q_ensemble (target=monte_carlo held_out=true: a V that has learned from these outcomes
+    would already know them), within [0, 1]. The paper's is the probability of the right answer given what was seen so
+    far. Rewards of chunks are used by advantage=step_groups. Of the other rewards only `keep` stays.
+    """
+    values = rollouts.extras["v"].clamp(0, 1)
+    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+    goes_on = rollouts.alive & ~rollouts.ended
+    goes_on[:, -1] = False
+    gain = at_last_step(rollouts, torch.where(goes_on, following - values, 0.0))
+    outcome = success_only(rollouts, context, keep=keep)
+    return replace(outcome, rewards={"information": gain, **outcome.rewards})
+
+
+@mechanism(Slot.REWARD, "flawed", source="FAPO, arXiv:2510.22543", needs=(Need.EPISODES,))
+def flawed(
+    rollouts: Rollouts,
+    context: Context,
+    *,
+    flaw: str = "jerk",
+    most: float = 1.0,
+    keep: tuple[str, ...] = ("uncertainty",),
+) -> Rollouts:
+    """Reward an episode 1 for a success, 0 for a success with a flaw and -1 for a failure.
+
+    So flawed successes are learned while most episodes fail, and unlearned once most succeed. flaw: jerk, an action
+    that changes by more than `most` from one control step to the next, or the import path of a function (rollouts) ->
+    [B] bool. The paper's judge of flaws is a language model. Of the other rewards only `keep` stays.
+    """
+    if flaw == "jerk":
+        actions, valid = rollouts.actions.flatten(1, 2), rollouts.valid.flatten(1)
+        change = actions.diff(dim=1).abs().amax(-1)
+        has_flaw = (torch.where(valid[:, 1:] & valid[:, :-1], change, 0.0) > most).any(1)
+    elif is_dotted(flaw):
+        has_flaw = load_dotted(flaw, "Flaw")(rollouts)
+    else:
+        raise unknown_option("flawed.flaw", flaw, ("jerk", "package.module:name"))
+    outcome = torch.where(rollouts.row_success, torch.where(has_flaw, 0.0, 1.0), -1.0)
+    reward = at_last_step(rollouts, outcome[:, None] * last_chunk(rollouts))
     return replace(
-        rollouts, rewards={**rollouts.rewards, "prover": reward.scatter(-1, last[..., None], alpha * gain[..., None])}
+        rollouts,
+        rewards={"success": reward, **{name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}},
     )
+
+
+def rises_to_majority(shares: Sequence[float], answers: Sequence[object], slope: float) -> bool:
+    """Whether a majority, of these shares at successive visits, replaces a label: it rises by at least `slope` per
+    visit, and the newest answer is the only most frequent one of the visits before. An answer is None after a tie.
+    """
+    past = Counter(answer for answer in answers[:-1] if answer is not None).most_common(2)
+    is_only = len(past) == 1 or (len(past) == 2 and past[0][1] > past[1][1])
+    if not is_only or past[0][0] != answers[-1]:
+        return False
+    return float(np.polyfit(np.arange(len(shares)), shares, 1)[0]) >= slope - 1e-9
+
+
+@mechanism(Slot.REWARD, "majority_label", source="OLR, arXiv:2604.03993", needs=(Need.GROUPS, Need.STARTS))
+def majority_label(
+    rollouts: Rollouts,
+    context: Context,
+    *,
+    after: float = 0.3,
+    slope: float = 0.05,
+    resolution: float = 1.0,
+    keep: tuple[str, ...] = ("uncertainty",),
+) -> Rollouts:
+    """Where a start's success detector may err: success is to end as the majority of its episodes, once that holds.
+
+    A robot's answer is where an episode ends: final states, in units of their standard deviation in the first
+    iteration, rounded to multiples of `resolution`. After the fraction `after` of the run, an answer replaces the
+    detector of an initial state where its share rises over the visits by at least `slope` each (.025 in the paper for
+    small models), and it was the only most frequent answer of earlier visits. Success is then to end there; elsewhere
+    it stays what the detector said. Of the other rewards only `keep` stays.
+    """
+    final = final_state(rollouts)
+    memory = context.memory.setdefault("majority_label", {"spread": (final.std(0) + 1e-6).tolist(), "visits": {}})
+    cells = (final / torch.tensor(memory["spread"], device=final.device) / resolution).round().long()
+    success = rollouts.row_success
+    for group in distinct(rollouts.group)[0]:
+        members = (rollouts.group == group).nonzero().squeeze(1)
+        answers, index = distinct(cells[members])
+        counts = index.bincount()
+        is_only = int((counts == counts.max()).sum()) == 1
+        visits = memory["visits"].setdefault(str(int(rollouts.extras["start"][members[0], 0])), [])
+        newest = [float(counts.max()) / len(members), answers[counts.argmax()].tolist() if is_only else None]
+        visits.append(newest)
+        history = [None if answer is None else tuple(answer) for _, answer in visits]
+        if context.share >= after and rises_to_majority([share for share, _ in visits], history, slope):
+            success = success.index_put((members,), index == counts.argmax())
+    last = last_chunk(rollouts)
+    labelled = replace(rollouts, success=last & success[:, None])
+    return success_only(labelled, context, keep=keep)
 
 
 @mechanism(Slot.WEIGHT, "duration", source="MLE-RL (duration-aware gradients), arXiv:2509.01684")

@@ -57,6 +57,54 @@ def max_variance(rollouts: Rollouts, context: Context, *, keep: float = 0.5, fin
     return kept_mask
 
 
+def episode_distances(rollouts: Rollouts) -> Tensor:
+    """Return the distances between rows, [B, B]: means over chunks of those of their states, in units of spread.
+
+    States are vector fields of the newest observation, each entry divided by its standard deviation over the batch. The
+    shorter row stays at its last state.
+    """
+    vectors = [
+        value[:, :, -1].flatten(2)
+        for value in rollouts.observation.values()
+        if isinstance(value, Tensor) and value.dtype.is_floating_point
+    ]
+    states = torch.cat(vectors, -1)
+    states = states / (states[rollouts.alive].std(0, unbiased=False) + 1e-6)
+    length = rollouts.alive.sum(1)
+    time = torch.arange(states.shape[1], device=states.device)
+    states = states.gather(1, torch.minimum(time, length[:, None] - 1)[..., None].expand(states.shape))
+    distances = (states[:, None] - states[None]).norm(dim=-1)
+    compared = time < torch.maximum(length[:, None], length[None])[..., None]
+    return (distances * compared).sum(-1) / compared.sum(-1).clamp(min=1)
+
+
+@mechanism(Slot.SELECTION, "distinct_pairs", source="DaGRPO, arXiv:2512.06337", needs=(Need.GROUPS,))
+def distinct_pairs(rollouts: Rollouts, context: Context, *, least: float = 0.25) -> Tensor:
+    """Drop successes and failures that hardly differ from each other, as long as a group keeps one of each.
+
+    While the nearest success and failure of a group are closer than `least` (see `episode_distances`), both are
+    dropped, except the last of its kind. The paper scores pairs by a language model's likelihoods in a way that was not
+    found; this distance is chosen here. Its anchors, recorded successes for groups without any, are models=
+    [success_pool]. Returns keep [B] bool.
+    """
+    success, distances = rollouts.row_success, episode_distances(rollouts)
+    kept_mask = torch.ones_like(success)
+    for group in distinct(rollouts.group)[0]:
+        members = rollouts.group == group
+        while True:
+            good, bad = ((members & kept_mask & each).nonzero().squeeze(1) for each in (success, ~success))
+            if not len(good) or not len(bad) or len(good) == len(bad) == 1:
+                break
+            pairs = distances[good[:, None], bad]
+            if float(pairs.min()) >= least:
+                break
+            row, column = divmod(int(pairs.argmin()), len(bad))
+            for rows, place in ((good, row), (bad, column)):
+                if len(rows) > 1:
+                    kept_mask[rows[place]] = False
+    return kept_mask
+
+
 @mechanism(Slot.SELECTION, "void_turns", source="SimpleTIR, arXiv:2509.02479")
 def drop_void(rollouts: Rollouts, context: Context, *, still: float = 1e-3) -> Tensor:
     """Drop complete episodes with a void turn, a chunk after which nothing has moved; keep all if all have one.

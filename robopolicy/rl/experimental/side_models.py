@@ -269,10 +269,11 @@ class QEnsemble(SideNetwork[ValueModel]):
     `capacity` chunks of earlier iterations are stored (part of checkpoints). Training adds `replayed` times as many of
     them as there are new ones, with newly sampled actions. monte_carlo: both -> 1 if the episode succeeded later;
     nothing is stored, q is the mean over the members, and v is shifted to the same mean as q. Adds extras["q"] and
-    ["v"] [B, T]; advantage=q_values, rewards=[pav] and auxiliaries=[best_of_n, spo] use them. Deviations: it reads the
-    state vectors, which take the place of Digi-Q's frozen features; V follows the minimum over the members, while the
-    paper's two critics each have their own V; the policy imitates in the states of this iteration, not in the stored
-    ones.
+    ["v"] [B, T]; advantage=q_values, rewards=[pav] and auxiliaries=[best_of_n, spo] use them. held_out: predict before
+    learning from an iteration's outcomes, which values that credit these outcomes must not have seen. Deviations: it
+    reads the state vectors, which take the place of Digi-Q's frozen features; V follows the minimum over the members,
+    while the paper's two critics each have their own V; the policy imitates in the states of this iteration, not in the
+    stored ones.
     """
 
     def __init__(
@@ -288,6 +289,7 @@ class QEnsemble(SideNetwork[ValueModel]):
         tau: float = 0.05,
         capacity: int = 16384,
         replayed: float = 1.0,
+        held_out: bool = False,
     ):
         super().__init__(ValueModel(tools, members, width).to(device_of(tools)), rate)
         if target not in ("td", "monte_carlo"):
@@ -300,6 +302,7 @@ class QEnsemble(SideNetwork[ValueModel]):
         self.tools = tools
         self.capacity = capacity
         self.replayed = replayed
+        self.held_out = held_out
         self.kept: dict[str, Any] = {}
 
     def values(self, observation: Mapping[str, Any]) -> Tensor:
@@ -311,17 +314,30 @@ class QEnsemble(SideNetwork[ValueModel]):
         return self.network.action_values(observation, actions)
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Train, then add the values of every chunk."""
+        """Train, then add the values of every chunk; in the other order with `held_out`."""
         if not self.network.v.fitted:
             self.network.fit(rollouts)
             # Also for the standardisation, without which the slow copy would read other inputs.
             self.slow.load_state_dict(self.network.state_dict())
+        if self.held_out:
+            annotated = self._with_values(rollouts)
+            self._learn(rollouts, context)
+            return annotated
+        self._learn(rollouts, context)
+        return self._with_values(rollouts)
+
+    def _learn(self, rollouts: Rollouts, context: Context) -> None:
         alive = rollouts.alive
-        before, actions = critic_observation(rollouts, alive), rollouts.actions[alive]
         if self.by_outcome:
+            before, actions = critic_observation(rollouts, alive), rollouts.actions[alive]
             self._learn_outcomes(before, actions, succeeds_later(rollouts)[alive].float(), context)
         else:
             self._learn_differences(self._with_kept(self._transitions(rollouts, context), context), context)
+
+    def _with_values(self, rollouts: Rollouts) -> Rollouts:
+        """Return the rollouts with `q` and `v` of every chunk."""
+        alive = rollouts.alive
+        before, actions = critic_observation(rollouts, alive), rollouts.actions[alive]
         with torch.no_grad():
             members, v = self.network.members(before, actions), self.network.values(before)
             if self.by_outcome:

@@ -24,6 +24,7 @@ from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.collect import Streams, play, start_streams
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
+from robopolicy.rl.initial_states import Beliefs, LimitsLengths, Uniform
 from robopolicy.training.collection.protocol import while_collecting
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
@@ -137,6 +138,9 @@ class EpisodeCollector:
         advantage = per_start(size, group_index) / episodes
         starts = start_numbers.cpu().numpy()
         self.sampler.observe(starts, success_counts, episodes, advantage)
+        if isinstance(self.allocator, LimitsLengths):
+            rows = (collected.extras["start"][:, 0], collected.alive.sum(1), collected.row_success)
+            self.allocator.observe_lengths(*(each.cpu().numpy() for each in rows))
         if self.hint is not None:
             depth = per_start(collected.extras["hint"][:, 0], place) / episodes
             self.hint.observe(starts, depth, success_counts / episodes)
@@ -151,14 +155,20 @@ class EpisodeCollector:
         _, pool = start_pool(self.seed, config.num_initial_states, len(self.world.spec.instructions))
         tasks = [pool[start] for start in starts] if pool else []
         states, depths = self._hinted(batch, starts)
+        limits = self.allocator.limits(starts) if isinstance(self.allocator, LimitsLengths) else [0] * len(starts)
         origins_of_batch = zip(starts.tolist(), depths, strict=True)
         self.begun |= {first + number: origin for number, origin in enumerate(origins_of_batch)}
 
         def requests(sizes: list[int]) -> list[Request]:
             new_requests = groups_of(seeds, sizes, tasks)
-            return [replace(item, group=first + item.group, state=states[item.group]) for item in new_requests]
+            return [
+                replace(item, group=first + item.group, state=states[item.group], limit=limits[item.group])
+                for item in new_requests
+            ]
 
-        sizes = self.allocator.plan(self.sampler.predict(starts), config.group_size)
+        reads_observed = getattr(self.allocator, "reads_observed", False) and isinstance(self.sampler, Beliefs)
+        rates = self.sampler.observed(starts) if reads_observed else self.sampler.predict(starts)
+        sizes = self.allocator.plan(rates, config.group_size)
         group_target = config.groups if config.overprovision else None
         rollouts = self._play(requests(list(sizes)), batch, version, group_target)
         extra_episodes = self._more(rollouts, first, len(seeds))
@@ -223,6 +233,7 @@ class EpisodeCollector:
         """Return the state of the sampler and the hint, and the unfinished groups."""
         return {
             "sampler": self.sampler.state(),
+            "allocator": self.allocator.state() if isinstance(self.allocator, Uniform) else {},
             "hint": {} if self.hint is None else self.hint.state(),
             "player": self._player_tree(),
             "begun": {str(group): list(origin) for group, origin in self.begun.items()},
@@ -231,6 +242,8 @@ class EpisodeCollector:
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore the state from `tree`."""
         self.sampler.restore(tree["sampler"])
+        if isinstance(self.allocator, Uniform) and tree.get("allocator"):
+            self.allocator.restore(tree["allocator"])
         begun = {int(group): (start, depth) for group, (start, depth) in tree["begun"].items()}
         if self._restore_player(tree["player"]):
             self.begun = begun

@@ -157,12 +157,12 @@ def _on_device(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]
 def _plain(request: Request) -> dict[str, Any]:
     """Return a request as plain data, which `_request` reads."""
     state = None if request.state is None else dict(request.state.arrays)
-    return {"seed": request.seed, "group": request.group, "task": request.task, "state": state}
+    return {"seed": request.seed, "group": request.group, "task": request.task, "state": state, "limit": request.limit}
 
 
 def _request(plain: Mapping[str, Any]) -> Request:
     state = None if plain["state"] is None else Snapshot(plain["state"])
-    return Request(plain["seed"], plain["group"], plain["task"], state)
+    return Request(plain["seed"], plain["group"], plain["task"], state, plain["limit"])
 
 
 class Shards:
