@@ -81,7 +81,7 @@ class TaskTeachers:
         ask: Callable[[Policy, TensorObservation, Tensor], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
         """Ask every teacher about its rows (index [n]) and return the columns that all of them gave, in row order."""
-        owner = torch.tensor([self._teacher_of(text) for text in observation[TASK]])
+        owner = torch.tensor([self._teacher_of(str(text)) for text in observation[TASK]])
         indices = [(owner == place).nonzero().squeeze(1) for place in range(len(self.policies))]
         answers = [
             ask(policy, {key: _rows(value, index) for key, value in observation.items()}, index)

@@ -275,7 +275,7 @@ class GroupDro(Beliefs):
         """Update the scores of the played bins and the bins of the played initial states; arguments [n]."""
         super().observe(index, successes, episodes, advantage)
         bins = np.array([self.bin(number) for number in index.tolist()])
-        for place in np.unique(bins):
+        for place in map(int, np.unique(bins)):
             played = episodes[bins == place].sum()
             value = float((1 - successes[bins == place].sum() / played) / (played / episodes.sum()))
             old = self.scores[place]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import integers
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.segments import Segments, distinct
@@ -95,7 +96,7 @@ class SuccessPool:
                 anchor = pool.take(self._draw(len(pool.group), context)[None])
                 anchors.append(replace(anchor, group=torch.full_like(anchor.group, int(group))))
         mixed = [rollouts.take(stays.nonzero().squeeze(1)), *anchors]
-        for start in distinct(starts[success])[0].tolist():
+        for start in integers(distinct(starts[success])[0]):
             self._keep(start, rollouts.take((success & (starts == start)).nonzero().squeeze(1)))
         return concatenate(mixed, same_groups=True) if anchors else rollouts
 

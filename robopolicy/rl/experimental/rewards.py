@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import integers
 from robopolicy.core.registry import is_dotted, load_dotted
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import distinct
@@ -191,7 +192,9 @@ def majority_label(
     it stays what the detector said. Of the other rewards only `keep` stays.
     """
     final = final_state(rollouts)
-    memory = context.memory.setdefault("majority_label", {"spread": (final.std(0) + 1e-6).tolist(), "visits": {}})
+    memory = context.memory.setdefault(
+        "majority_label", {"spread": [float(each) for each in final.std(0) + 1e-6], "visits": {}}
+    )
     cells = (final / torch.tensor(memory["spread"], device=final.device) / resolution).round().long()
     success = rollouts.row_success
     for group in distinct(rollouts.group)[0]:
@@ -200,7 +203,7 @@ def majority_label(
         counts = index.bincount()
         is_only = int((counts == counts.max()).sum()) == 1
         visits = memory["visits"].setdefault(str(int(rollouts.extras["start"][members[0], 0])), [])
-        newest = [float(counts.max()) / len(members), answers[counts.argmax()].tolist() if is_only else None]
+        newest = [float(counts.max()) / len(members), integers(answers[counts.argmax()]) if is_only else None]
         visits.append(newest)
         history = [None if answer is None else tuple(answer) for _, answer in visits]
         if context.share >= after and rises_to_majority([share for share, _ in visits], history, slope):

@@ -73,7 +73,7 @@ def episode_distances(rollouts: Rollouts) -> Tensor:
     length = rollouts.alive.sum(1)
     time = torch.arange(states.shape[1], device=states.device)
     states = states.gather(1, torch.minimum(time, length[:, None] - 1)[..., None].expand(states.shape))
-    distances = (states[:, None] - states[None]).norm(dim=-1)
+    distances = (states[:, None] - states[None]).square().sum(-1).sqrt()
     compared = time < torch.maximum(length[:, None], length[None])[..., None]
     return (distances * compared).sum(-1) / compared.sum(-1).clamp(min=1)
 

@@ -166,8 +166,9 @@ class EpisodeCollector:
                 for item in new_requests
             ]
 
-        reads_observed = getattr(self.allocator, "reads_observed", False) and isinstance(self.sampler, Beliefs)
-        rates = self.sampler.observed(starts) if reads_observed else self.sampler.predict(starts)
+        rates = self.sampler.predict(starts)
+        if isinstance(self.sampler, Beliefs) and getattr(self.allocator, "reads_observed", False):
+            rates = self.sampler.observed(starts)
         sizes = self.allocator.plan(rates, config.group_size)
         group_target = config.groups if config.overprovision else None
         rollouts = self._play(requests(list(sizes)), batch, version, group_target)
