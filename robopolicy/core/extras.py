@@ -54,6 +54,14 @@ class Extras:
     """[B, T, K] log-probability under the teacher. Added for Need.TEACHER_SCORES."""
     reference_logp: Tensor | None = None
     """[B, T, K] log-probability under the frozen reference policy. Added for Need.REFERENCE_SCORES."""
+    current_logp: Tensor | None = None
+    """[B, T, K] log-probability under the policy before the update. Added for Need.CURRENT_SCORES."""
+    score_norm: Tensor | None = None
+    """[B, T, K] squared norm of the log-probability's gradient by the step's logits or means. Added with it."""
+    teacher_overlap: Tensor | None = None
+    """[B, T, K] in 0..1, agreement of the policy's and the teacher's distributions. Added for Need.TEACHER_OVERLAP."""
+    position: Tensor | None = None
+    """[B, T] fraction of the episode's chunks before the middle of this one. Added for Need.POSITION."""
     preferred: Tensor | None = None
     """[B, T] 1 for episodes preferred to others of their group, -1 for the rejected ones. Added by mechanisms that
     store pairs.

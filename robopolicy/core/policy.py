@@ -307,6 +307,21 @@ class MatchingLikelihood(Protocol):
 
 
 @runtime_checkable
+class RecoversLatents(Protocol):
+    """A policy that can recover the latents of actions that it did not choose; see `recovers_latents`."""
+
+    def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the latents [N, ...] that `act` would have stored for action chunks [N, C, A]."""
+        ...
+
+
+def recovers_latents(policy: object) -> bool:
+    """Whether a policy can compute log-probabilities of given actions; denoising policies only by matching."""
+    by_chain = isinstance(policy, MatchingLikelihood) and not policy.scored_by_matching
+    return isinstance(policy, RecoversLatents) and not by_chain
+
+
+@runtime_checkable
 class CachesCondition(Protocol):
     """A policy that encodes images once, when it acts, with a frozen encoder; `log_prob` reuses the features.
 

@@ -153,6 +153,11 @@ class WorldSpec:
         """Return the plain wording of an instruction that may be a paraphrase."""
         return next((plain_text for plain_text, paraphrases in self.paraphrases.items() if text in paraphrases), text)
 
+    def wordings(self, index: int) -> tuple[int, ...]:
+        """Return the indices of the instructions with the same meaning as instruction `index`, itself included."""
+        meaning = self.meaning(self.instructions[index])
+        return tuple(place for place, text in enumerate(self.instructions) if self.meaning(text) == meaning)
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         attributes = {key: list(value) if is_sequence(value) else value for key, value in self.__dict__.items()}

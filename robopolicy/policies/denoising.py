@@ -286,6 +286,21 @@ class DenoisingPolicy(nn.Module):
         condition = self._condition(observation, latents)
         return chain_scores(self.config, self.schedule, self.first_step, self.network, condition, latents, self.part)
 
+    def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the latents [N, ...] by which matching scores action chunks [N, C, A] in world units.
+
+        Noises and levels are drawn; predicted steps outside of the chunk repeat its first and its last one. Raises
+        ConfigError with likelihood=chain, as many chains lead to the same action.
+        """
+        if not self.scored_by_matching:
+            raise ConfigError("likelihood=chain cannot score given actions: set policy.likelihood=matching.")
+        before = self.part.first
+        after = self.config.prediction_steps - before - actions.shape[1]
+        ends = actions[:, :1].expand(-1, before, -1), actions[:, -1:].expand(-1, after, -1)
+        padded = torch.cat([ends[0], actions, ends[1]], 1).float()
+        clean = self._own[0].to_latents(padded) if self._own else self.action_normalizer(padded)
+        return matching_latents(clean, self.schedule, self.config.matching_samples, generator)
+
     def describe_steps(self) -> dict[str, Any]:
         """Implement `core.steps.DescribesSteps.describe_steps`."""
         to_actions = self._own[0].to_actions if self._own else self.action_normalizer.inverse

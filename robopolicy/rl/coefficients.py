@@ -208,6 +208,28 @@ def grpo_guard(scored: Scored, *, summed: bool = False) -> Coefficients:
     return torch.where(scored.mask, c, 0.0), {"ratio_mean": ratio_mean, "guarded_ratio_mean": guarded}
 
 
+@mechanism(Slot.COEFFICIENT, "none", source="auxiliary losses alone")
+def nothing(scored: Scored) -> Coefficients:
+    """No policy gradient: only the auxiliary losses train the policy."""
+    return torch.zeros_like(scored.logp), {}
+
+
+@mechanism(Slot.COEFFICIENT, "opd", source="on-policy distillation, arXiv:2306.13649", needs=(Need.TEACHER_SCORES,))
+def on_policy_distillation(scored: Scored, *, reward: float = 0.0, cap: float = 5.0) -> Coefficients:
+    """Reverse KL to the teacher on the student's own chunks: c = log teacher - log pi, with magnitude at most `cap`.
+
+    reward: weight of PPO's coefficient, which is added to also learn from the outcome. The teacher must define the same
+    steps: the same tokens, or the same denoising schedule.
+    """
+    teacher = scored.rollouts.extras["teacher_logp"].gather(-1, scored.chosen)
+    # The gradient of KL(pi || teacher) is E_pi[(log pi - log teacher) grad log pi]; this is minus that.
+    gap = teacher - scored.logp
+    c = gap.clamp(-cap, cap)
+    if reward:
+        c = c + reward * ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    return torch.where(scored.mask, c, 0.0), {"teacher_gap": -gap[scored.mask].mean()}
+
+
 def sides(advantage: Tensor, counted: Tensor, group: Tensor) -> Tensor:
     """Return 1 for episodes whose mean advantage is above that of their group, -1 for those below, [b]; else 0.
 
@@ -232,10 +254,10 @@ def pair_mean(pairs: Tensor) -> Tensor:
 @mechanism(
     Slot.COEFFICIENT,
     "tpo",
-    source="GRAPE (trajectory-wise preference optimization), arXiv:2411.19309",
+    source="GRAPE (trajectory-wise preference optimization), arXiv:2411.19309; anchor: OPA-DPO, arXiv:2501.09695",
     needs=(Need.WHOLE_GROUPS, Need.BASE, Need.REFERENCE_SCORES),
 )
-def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum") -> Coefficients:
+def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum", anchor: float = 0.0) -> Coefficients:
     """-log sigmoid(m), m = beta (sum of log pi / pi_ref over the chosen episode - the same over the rejected one).
 
     Pairs combine episodes whose mean advantage is above their group's (chosen) with those below (rejected); the loss is
@@ -247,7 +269,9 @@ def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum") -> Coeffic
     steps. A sum grows with T chunks times K steps: the longer a chain, the sooner a pair saturates, at a change of
     about 1 / (beta T K) per step. So scale beta down with T K, or use the mean with a beta about T K times larger.
     Nothing is clipped and nothing overflows: log-ratios are summed in fp64 and only enter a sigmoid. If a policy's step
-    log-probabilities are means over their elements (logp_reduction=mean), beta applies per element.
+    log-probabilities are means over their elements (logp_reduction=mean), beta applies per element. anchor: weight of
+    -log sigmoid(beta sum of log pi / pi_ref) of chosen episodes, their mean, which keeps them from becoming unlikely
+    (OPA-DPO: 1, with a reference that has imitated own and corrected episodes).
     """
     if reduction not in ("sum", "mean"):
         raise unknown_option("tpo.reduction", reduction, ("sum", "mean"))
@@ -262,7 +286,9 @@ def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum") -> Coeffic
     margin = beta * (change[:, None] - change[None])
     pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * pair_mean(pairs)
     # Row sums: what an episode wins as the chosen one; column sums: what it loses as the rejected one.
-    per_episode = ((pull.sum(1) - pull.sum(0)) * share).to(scored.logp.dtype)
+    is_chosen = pairs.any(1)
+    anchor_pull = torch.where(is_chosen, anchor * beta * torch.sigmoid(-beta * change), 0.0) * pair_mean(is_chosen)
+    per_episode = ((pull.sum(1) - pull.sum(0) + anchor_pull) * share).to(scored.logp.dtype)
     stats = {"pairs": pairs.sum().float()}
     if bool(pairs.any()):
         stats |= {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.extras import Extras
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservation, Trainable, is_condition
 from robopolicy.core.rollouts import Rollouts
@@ -29,9 +30,10 @@ class Context:
 
     generator: for random draws of mechanisms; discount: per control step; gae_lambda: per action chunk; iteration of
     iterations; scored_steps: K of a complete chunk; history: mean returns of recent groups, newest last (at most 256);
-    memory: state of mechanisms between iterations, by name (JSON values, part of checkpoints); instructions: of the
-    world; stages: of its task, empty if it defines none; conditions: rollouts -> outputs [B, T, ...] of the policy's
-    frozen encoder for their observations, {} if the policy stores none.
+    memory: state of mechanisms between iterations, by name (JSON values, part of checkpoints); figures: of this
+    iteration, which mechanisms add and metrics.jsonl shows; instructions: of the world; stages: of its task, empty if
+    it defines none; conditions: rollouts -> outputs [B, T, ...] of the policy's frozen encoder for their observations,
+    {} if the policy stores none.
     """
 
     generator: torch.Generator
@@ -42,6 +44,7 @@ class Context:
     scored_steps: int = 1
     history: tuple[float, ...] = ()
     memory: dict[str, Any] = field(default_factory=dict[str, Any])
+    figures: dict[str, float] = field(default_factory=dict[str, float])
     instructions: tuple[str, ...] = ("",)
     stages: tuple[Stage, ...] = ()
     conditions: Callable[[Rollouts], Mapping[str, Tensor]] = _nothing_kept
@@ -157,8 +160,8 @@ class AuxiliaryInputs:
     differentiable scores; policy: the policy being fine-tuned; base: the frozen policy that fine-tuning started from
     (None unless Need.BASE is declared); teacher: another policy, or None; experts: batches of recorded chunks for
     `policy.loss`, or None; models: side models, by name; proximal: log-probabilities of the same steps [n, k] under the
-    policy before the update, or any other clipping reference; steps_per_row: mean number of sampled steps per chunk of
-    the minibatch, None if these are all its chunks.
+    policy before the update, or any other clipping reference; extras: columns of the chunks' rollouts, [n, ...] each;
+    steps_per_row: mean number of sampled steps per chunk of the minibatch, None if these are all its chunks.
 
     In a data-parallel run every process gets its n chunks of a minibatch, and its loss counts by their number: use
     means over chunks, or `step_weights`. Random numbers [n, ...] are those of its chunks. A mechanism that compares
@@ -176,6 +179,7 @@ class AuxiliaryInputs:
     experts: Iterator[dict[str, Any]] | None = None
     models: Mapping[str, SideModel] = field(default_factory=dict[str, SideModel])
     proximal: Tensor | None = None
+    extras: Extras = field(default_factory=Extras)
     steps_per_row: float | None = None
 
     @property

@@ -4,6 +4,7 @@ Samplers choose initial states from a pool (seeds, and instructions if a world h
 episodes over the chosen ones, and hints set the position in a demonstration at which an episode starts.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -37,6 +38,13 @@ class TaskSampler(Protocol):
     def restore(self, state: dict[str, Any]) -> None:
         """Restore from `state`."""
         ...
+
+
+@runtime_checkable
+class SeesStarts(TaskSampler, Protocol):
+    """A sampler that reads first observations. look: (index [n]) -> [n, D], resets the world; set by the collector."""
+
+    look: Callable[[Array], Array] | None
 
 
 class Hints(Protocol):
@@ -140,7 +148,7 @@ class MoppsSampler(Beliefs):
 
 
 class Allocator(Protocol):
-    """Allocates episodes to initial states."""
+    """Allocates episodes to initial states. rounds: how often `extend` is called for a batch, 1 without it."""
 
     def plan(self, predicted: Array, group_size: int) -> list[int]:
         """Return group sizes [n] for initial states with these predicted success rates; group_size is the target

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Scores
 from robopolicy.rl.presets import RatioLevel
 
 
@@ -123,3 +124,38 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     variance = returns.var(unbiased=False)
     fraction = 1 - (returns - values).var(unbiased=False) / variance.clamp(min=1e-12)
     return torch.where(variance > 1e-12, fraction, torch.nan)
+
+
+def score_norm(scores: Scores, latents: Mapping[str, Tensor], executed: Tensor) -> Tensor:
+    """Return the squared norm of the gradient of every log-probability by its step's logits or means, [n, K].
+
+    Tokens with probabilities p, the chosen one p_a: 1 - 2 p_a + sum p^2. Gaussian steps x: (x - mean)^2 / std^4, its
+    mean over the elements of the executed steps [n, C] bool. By matching: the squared error, to which it is
+    proportional. scores: of all steps of chunks with `latents` [n, ...]. It stands for the gradient by the weights.
+    """
+    if "log_probabilities" in scores.extras:
+        return 1 - 2 * scores.logp.exp() + (2 * scores.extras["log_probabilities"]).exp().sum(-1)
+    if "chain" not in latents:
+        return -scores.logp
+    mean, std = scores.extras["mean"], scores.extras["std"]
+    terms = ((latents["chain"][:, 1:] - mean) / std.square().clamp(min=1e-6)).square()[..., : executed.shape[1], :]
+    weight = executed[:, None, :, None].to(terms.dtype).expand_as(terms)
+    return (terms * weight).sum((-2, -1)) / weight.sum((-2, -1)).clamp(min=1)
+
+
+def distribution_overlap(student: Scores, teacher: Scores, executed: Tensor) -> Tensor:
+    """Return the agreement of two policies' distributions of the same steps, [n, K] in 0..1.
+
+    Tokens: the share of the k most likely ones that they have in common, k a quarter of the vocabulary and at most 16.
+    Others: exp(-d / 2), d the squared distance of their means (predictions) in standard deviations, averaged over the
+    elements of the executed steps [n, C] bool. Raises KeyError unless both have the same extras.
+    """
+    if "log_probabilities" in student.extras:
+        both = student.extras["log_probabilities"], teacher.extras["log_probabilities"]
+        count = max(1, min(16, both[0].shape[-1] // 4))
+        likely = [torch.zeros_like(each).scatter(-1, each.topk(count, -1).indices, 1.0) for each in both]
+        return (likely[0] * likely[1]).sum(-1) / count
+    difference = student.extras["mean"] - teacher.extras["mean"]
+    terms = (difference / student.extras["std"].clamp(min=1e-6)).square()[..., : executed.shape[1], :]
+    weight = executed[:, None, :, None].to(terms.dtype).expand_as(terms)
+    return (-0.5 * (terms * weight).sum((-2, -1)) / weight.sum((-2, -1)).clamp(min=1)).exp()

@@ -194,6 +194,7 @@ class Need(Enum):
     CRITIC = "a critic"
     IMAGES = "camera images in the observation"
     INSTRUCTIONS = "a world with several instructions"
+    PARAPHRASES = "a world whose instructions contain several wordings of a goal (world.options.phrasing=all)"
     TEACHER = "a teacher (teacher=CHECKPOINT)"
     SAME_STEPS = "a teacher of the policy's kind, with the same steps (auxiliaries=[dagger] works with any teacher)"
     FINISHED = "a critic trained on finished episodes only"
@@ -209,6 +210,13 @@ class Need(Enum):
     )
     TEACHER_SCORES = "the teacher's log-probabilities of the same steps (a teacher of the policy's kind)"
     REFERENCE_SCORES = "the frozen base policy's log-probabilities of the same steps"
+    CURRENT_SCORES = "log-probabilities of the same steps before the update, and the size of their gradients"
+    TEACHER_OVERLAP = "the agreement of the teacher's and the policy's distributions (a teacher of the policy's kind)"
+    POSITION = "the position of every action chunk in its episode"
+    SCORES_ACTIONS = (
+        "a policy that can compute log-probabilities of given actions (a token policy, or a denoising policy with "
+        "likelihood=matching)"
+    )
     EXPERTS = "recorded episodes of experts (experts=[DATASET])"
     STEP_RATIOS = "a separate ratio for every step (ratio_level=step)"
     DEMONSTRATIONS = "demonstrated states as initial states (starts=N and a world with an expert and snapshots)"

@@ -300,6 +300,7 @@ class _Finetuning:
 
     def _iterate(self) -> dict[str, float]:
         start, bytes_before = time.perf_counter(), bytes_exchanged()
+        self.figures: dict[str, float] = {}
         # evaluations are fp32, as whoever plays the checkpoint is
         with training_precision(self.config.precision), in_micro_batches(self.config.micro_batch):
             if self.turns is not None and not self.config.staleness:  # batches in the background set it themselves
@@ -334,7 +335,7 @@ class _Finetuning:
         require_equal([*self.learner.weights(), *states], "weights or random numbers", self._where)
         updated = time.perf_counter()
         collected_rollouts = collected_rollouts.fresh
-        metrics = {**episode_metrics(collected_rollouts), **learning, **update}
+        metrics = {**episode_metrics(collected_rollouts), **self.figures, **learning, **update}
         if self.config.staleness or self.config.policy_lag or self.config.overprovision:
             played_mask = collected_rollouts.played
             metrics["staleness"] = float(
@@ -449,6 +450,7 @@ class _Finetuning:
             self.policy.spec.scored_steps,
             self.history,
             self.memory,
+            self.figures,
             self.world.spec.instructions,
             self.world.stages if isinstance(self.world, HasStages) else (),
             partial(conditions_of, policy=self.policy, instructions=self.world.spec.instructions),

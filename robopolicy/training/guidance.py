@@ -2,13 +2,13 @@
 
 Expert episodes become rows of rollouts and are trained by policy gradient together with the policy's own (DynaWeb: real
 expert trajectories randomly interleaved with imagined rollouts). This needs a policy that can compute log-probabilities
-of given actions: action tokens, but not denoising chains, of which many lead to the same action (auxiliaries=[experts]
-imitates experts with any policy).
+of given actions: action tokens, or denoising with likelihood=matching, but not denoising chains, of which many lead to
+the same action (auxiliaries=[experts] imitates experts with any policy).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,15 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.extras import Extras
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.images import Images, cameras_in
-from robopolicy.core.policy import ConvertibleToTrainable, Policy, ScoredPolicy, Trainable, is_condition
+from robopolicy.core.policy import (
+    ConvertibleToTrainable,
+    Policy,
+    RecoversLatents,
+    ScoredPolicy,
+    Trainable,
+    is_condition,
+    recovers_latents,
+)
 from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.spec import TASK
@@ -34,15 +42,6 @@ from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import conditions_of, recompute_log_probs
 from robopolicy.training.pretrain import regression_batches
 from robopolicy.training.task_teachers import TaskTeachers
-
-
-@runtime_checkable
-class RecoversLatents(Protocol):
-    """A policy that can recover the latents of actions that it did not choose."""
-
-    def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the latents [N, ...] that `act` would have stored for action chunks [N, C, A]."""
-        ...
 
 
 class ExpertMixer:
@@ -62,11 +61,11 @@ class ExpertMixer:
         generator: torch.Generator,
         rewards: Sequence[Callable[[Rollouts, Context], Rollouts]] = (),
     ):
-        if not isinstance(policy, RecoversLatents):
+        if not recovers_latents(policy):
             raise ConfigError(
                 f"expert_episode_fraction={share:g}: {type(policy).__name__} cannot compute log-probabilities of an "
-                f"expert's "
-                "actions; token policies can. Any policy can imitate experts with auxiliaries=[experts]."
+                "expert's actions; token policies can, and denoising policies with likelihood=matching. Any policy can "
+                "imitate experts with auxiliaries=[experts]."
             )
         if episodes.reward is None:
             raise DataError(
@@ -124,7 +123,7 @@ def expert_rollouts(
     An episode of L actions gives ceil(L / C) chunks, one every C actions. Raises ConfigError when the policy cannot
     recover latents of actions.
     """
-    if not isinstance(policy, RecoversLatents):
+    if not (isinstance(policy, RecoversLatents) and recovers_latents(policy)):
         raise ConfigError(f"{type(policy).__name__} cannot compute the steps of an expert's actions.")
     spec, lengths = policy.spec, episodes.lengths[chosen]
     place = torch.arange(int(-(-lengths.max() // spec.chunk)), device=lengths.device) * spec.chunk
@@ -210,7 +209,7 @@ def _like(rows: Rollouts, prepared: Rollouts, advantage: Tensor) -> Rollouts:
     )
 
 
-OF_THE_SAME_STEPS = frozenset({Need.SAME_STEPS, Need.TEACHER_SCORES})
+OF_THE_SAME_STEPS = frozenset({Need.SAME_STEPS, Need.TEACHER_SCORES, Need.TEACHER_OVERLAP})
 """Needs that require the teacher to compute log-probabilities of the policy's latents."""
 EXPERT_BATCH = 256
 """Number of expert chunks per actor step."""

@@ -8,6 +8,8 @@ iteration, before side models, rewards and advantages are computed.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import (
     CachesCondition,
@@ -17,15 +19,25 @@ from robopolicy.core.policy import (
     RecordsMeans,
     ScoredPolicy,
     Trainable,
+    recovers_latents,
 )
 from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.world import World
+from robopolicy.nn.micro_batches import rows_at_once, scores_of
 from robopolicy.rl.algorithm import Algorithm
+from robopolicy.rl.context import latents_for_other_policy
 from robopolicy.rl.critic import Critic
+from robopolicy.rl.objective import distribution_overlap, score_norm
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.experience import recompute_log_probs
+from robopolicy.training.experience import (
+    SCORED_AT_ONCE,
+    decisions_at,
+    reads_images,
+    recompute_log_probs,
+    slices_of,
+)
 from robopolicy.training.guidance import Guidance
 
 ALWAYS = frozenset({Need.EPISODES, Need.WHOLE_EPISODES, Need.WHOLE_MINIBATCHES, Need.BASE, Need.REFERENCE_SCORES})
@@ -85,11 +97,50 @@ def add_teacher_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
     return rollouts.with_extras(teacher_logp=logp)
 
 
+@torch.no_grad()
+def add_current_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
+    """Add `current_logp` and `score_norm` [B, T, K] of every step under the policy before the update."""
+    alive, policy = rollouts.alive, sources.policy
+    logp, norm = (torch.zeros_like(rollouts.logp_behaviour) for _ in range(2))
+    for part in slices_of(alive, rows_at_once(SCORED_AT_ONCE)):
+        images = reads_images(policy, rollouts)
+        observation, latents = decisions_at(rollouts, part, sources.instructions, images=images)
+        scores = scores_of(policy, observation, latents)
+        logp[part] = scores.logp.to(logp.dtype)
+        norm[part] = score_norm(scores, latents, rollouts.valid[part]).to(norm.dtype)
+    return rollouts.with_extras(current_logp=logp, score_norm=norm)
+
+
+@torch.no_grad()
+def add_teacher_overlap(rollouts: Rollouts, sources: Sources) -> Rollouts:
+    """Add `teacher_overlap` [B, T, K] of the policy's and the teacher's distributions of every step."""
+    assert isinstance(sources.teacher, ScoredPolicy)  # which Need.SAME_STEPS asks for
+    overlap = torch.zeros_like(rollouts.logp_behaviour)
+    for part in slices_of(rollouts.alive, rows_at_once(SCORED_AT_ONCE)):
+        observation, latents = decisions_at(rollouts, part, sources.instructions)
+        latents = latents_for_other_policy(latents)
+        own_scores, teacher_scores = (
+            scores_of(each, observation, latents) for each in (sources.policy, sources.teacher)
+        )
+        overlap[part] = distribution_overlap(own_scores, teacher_scores, rollouts.valid[part]).to(overlap.dtype)
+    return rollouts.with_extras(teacher_overlap=overlap)
+
+
+def add_position(rollouts: Rollouts, sources: Sources) -> Rollouts:
+    """Add `position` [B, T] of every chunk in its row, (t + 1/2) / number of chunks."""
+    place = torch.arange(rollouts.shape[1], device=rollouts.mask.device) + 0.5
+    position = place / rollouts.alive.sum(1, keepdim=True).clamp(min=1)
+    return rollouts.with_extras(position=torch.where(rollouts.alive, position, 0.0))
+
+
 PROVIDERS: Mapping[Need, Provider] = {
     Need.ENTROPY: Provider(add_entropy),
     Need.BLACKOUT_SCORES: Provider(add_blackout_scores, frozenset({Need.IMAGES})),
     Need.CONTRAST_SCORES: Provider(add_contrast_scores, frozenset({Need.INSTRUCTIONS})),
     Need.TEACHER_SCORES: Provider(add_teacher_scores, frozenset({Need.SAME_STEPS})),
+    Need.CURRENT_SCORES: Provider(add_current_scores),
+    Need.TEACHER_OVERLAP: Provider(add_teacher_overlap, frozenset({Need.SAME_STEPS})),
+    Need.POSITION: Provider(add_position),
 }
 
 
@@ -146,12 +197,16 @@ def satisfied_needs(
     else:
         have |= {Need.MEANS} if isinstance(policy, RecordsMeans) else set()
         have |= {Need.FINISHES} if isinstance(policy, FinishesChain) else set()
+    if recovers_latents(policy):
+        have.add(Need.SCORES_ACTIONS)
     if config.group_size > 1 or config.branch_at:  # the leaves of one root are a group
         have |= {Need.GROUPS, Need.WHOLE_GROUPS}
     if config.num_initial_states:
         have.add(Need.STARTS)
     if len(world.spec.instructions) > 1:
         have.add(Need.INSTRUCTIONS)
+    if len(world.spec.goals) < len(world.spec.instructions):
+        have.add(Need.PARAPHRASES)
     if policy.spec.cameras:
         have.add(Need.IMAGES)
     all_of_it = frozenset(have) | guidance.gives(policy)

@@ -19,6 +19,7 @@ from torch import Tensor
 from robopolicy.core import replicas
 from robopolicy.core.errors import ConfigError, RobopolicyNote
 from robopolicy.core.exchange import Part, add_gradients, of_leader, part_of
+from robopolicy.core.extras import Extras
 from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservation, Trainable
 from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.row_draws import RowDraws
@@ -321,6 +322,7 @@ class Learner:
         """
         observation, latents, scores = chunks
         proximal = scored.rollouts.proximal.gather(-1, scored.chosen)[own] if self.algorithm.auxiliaries else None
+        extras = scored.rollouts.extras.map(lambda column: column[own]) if self.algorithm.auxiliaries else Extras()
         return AuxiliaryInputs(
             observation=observation,
             latents=latents,
@@ -332,6 +334,7 @@ class Learner:
             experts=self.experts,
             models=self.models,
             proximal=proximal,
+            extras=extras,
             context=context,
             steps_per_row=None if part.is_all else float(scored.mask.sum()) / part.rows,
         )
@@ -368,6 +371,7 @@ class Learner:
             mask=scored.mask[alive],
             scores=Scores(scored.logp[alive], torch.zeros_like(scored.logp[alive])),
             proximal=batch.proximal.gather(-1, scored.chosen)[alive],
+            extras=batch.extras.map(lambda column: column[alive]),
             steps_per_row=None,
         )
 

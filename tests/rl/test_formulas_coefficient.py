@@ -43,9 +43,7 @@ def test_pacs_balances_the_outcomes_of_every_start(seed: int):
 @pytest.mark.checks("coefficient/none")
 def test_none_moves_nothing():
     rollouts = make_rollouts([2, 1], [0, 0])
-    c, stats = experimental_coefficients.nothing(
-        make_scored(rollouts, rollouts.logp_behaviour, torch.ones_like(rollouts.mask))
-    )
+    c, stats = coefficients.nothing(make_scored(rollouts, rollouts.logp_behaviour, torch.ones_like(rollouts.mask)))
     assert c.shape == rollouts.mask.shape and not c.any() and not stats
 
 
@@ -82,7 +80,7 @@ def test_on_policy_distillation_is_the_gradient_of_the_reverse_kl():
     rollouts = make_rollouts([1] * 6, [0] * 6, steps=1).with_extras(teacher_logp=told[:, None, None])
     rollouts = replace(rollouts, logp_behaviour=log_probabilities.detach()[:, None, None])
     scored = make_scored(rollouts, log_probabilities[:, None, None], torch.zeros(6, 1, 1, dtype=torch.float64))
-    c, stats = experimental_coefficients.on_policy_distillation(scored, cap=50.0)
+    c, stats = coefficients.on_policy_distillation(scored, cap=50.0)
     loss = policy_loss(log_probabilities[:, None, None], c, log_probabilities.detach().exp()[:, None, None])
     (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
     (expected,) = torch.autograd.grad((log_probabilities.exp() * (log_probabilities - told)).sum(), logits)
@@ -96,10 +94,8 @@ def test_on_policy_distillation_is_capped_and_may_learn_from_the_outcome_too():
     gap = torch.tensor([9.0, -7.0, 0.5], dtype=torch.float64)[:, None, None]
     rollouts = rollouts.with_extras(teacher_logp=rollouts.logp_behaviour + gap)
     scored = make_scored(rollouts, rollouts.logp_behaviour, torch.tensor([1.0, 2.0, -4.0]).double()[:, None, None])
-    assert experimental_coefficients.on_policy_distillation(scored)[0].flatten().tolist() == pytest.approx(
-        [5.0, -5.0, 0.5]
-    )
-    both = experimental_coefficients.on_policy_distillation(scored, reward=0.5)[0].flatten()
+    assert coefficients.on_policy_distillation(scored)[0].flatten().tolist() == pytest.approx([5.0, -5.0, 0.5])
+    both = coefficients.on_policy_distillation(scored, reward=0.5)[0].flatten()
     assert both.tolist() == pytest.approx([5.5, -4.0, -1.5])
 
 

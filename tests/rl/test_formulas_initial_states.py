@@ -1,5 +1,6 @@
 """Which starts are played and how often: beliefs, bandits and budgets by hand."""
 
+import json
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.rl import initial_states
+from robopolicy.rl.experimental import allocators, seen_starts
 from robopolicy.rl.experimental import initial_states as experimental
 
 START = np.array([3])
@@ -223,3 +225,74 @@ def test_what_succeeds_gets_fewer_and_shorter_episodes():
     other = experimental.Dart(margin=2, recent=3)
     other.restore(allocator.state())
     assert other.limits(np.array([5, 7])) == [7, 0], "the longest of the newest three"
+
+
+@pytest.mark.checks("sampler/vade", "VADE")
+def test_vades_gain_may_be_the_variance_of_an_outcome_drawn_or_expected():
+    sampler = experimental.VadeSampler(gain="expected_variance", visited=1.0, decay=1.0)
+    for number, (won, lost) in enumerate([(2.0, 0.0), (1.0, 1.0), (9.0, 0.0)]):  # Beta(3, 1), Beta(2, 2), Beta(10, 1)
+        sampler.observe(np.array([number]), np.array([won]), np.array([won + lost]), np.zeros(1))
+    assert sampler.gains(3, np.random.default_rng(0)).tolist() == pytest.approx([0.15, 0.2, 10 / 132], abs=1e-8)
+    drawn = experimental.VadeSampler(gain="variance")
+    rates = experimental.VadeSampler().sampled_rates(50, np.random.default_rng(0))
+    assert drawn.gains(50, np.random.default_rng(0)).tolist() == pytest.approx((rates * (1 - rates)).tolist())
+    with pytest.raises(ConfigError, match=r"vade\.gain=entropy"):
+        experimental.VadeSampler(gain="entropy")
+
+
+@pytest.mark.checks("allocator/mixed", "TRACE")
+def test_episodes_go_where_one_more_makes_mixed_outcomes_likelier():
+    size = np.arange(1, 6)
+    assert allocators.chance_of_mixed(0.5, size).tolist() == pytest.approx([0, 0.5, 0.75, 0.875, 0.9375])
+    assert allocators.chance_of_mixed(0.9, size).tolist() == pytest.approx([0, 0.18, 0.27, 0.3438, 0.4095], abs=1e-4)
+    assert allocators.Mixed().plan(np.array([0.5, 0.9, 0.02]), 3) == [4, 4, 1]
+    assert allocators.Mixed(most=3).plan(np.array([0.5, 0.9, 0.02]), 3) == [3, 3, 3]
+    outcome, value = np.array([0, 0, 1, 1]), np.array([0.5, 0.1, 0.9, 0.5])
+    assert allocators.chance_of_other(outcome, value, 2).tolist() == pytest.approx([0.75, 0.19, 0.19, 0.75])
+
+
+@pytest.mark.checks("allocator/interval", "XRPO")
+def test_episodes_go_where_the_interval_of_the_success_rate_shrinks_most():
+    rate, four = np.array([0.5, 0.25, 1.0]), np.full(3, 4)
+    now, then = (allocators.half_width(rate, four, count, 0.05) for count in (four, four + 1))
+    assert now.tolist() == pytest.approx([0.9187, 0.7956, 0.0], abs=1e-4)
+    assert (now - then).tolist() == pytest.approx([0.2018, 0.1748, 0.0], abs=1e-4)
+    interval = allocators.Interval(first=4, rounds=2, bonus=0.1)
+    assert (interval.gain(rate, four, four) - now + then).tolist() == pytest.approx([0.0801] * 3, abs=1e-4)
+    assert interval.plan(np.zeros(3), 8) == [4, 4, 4]
+    first = interval.extend(rate, four)
+    assert sum(first) == 6 and first[0] >= first[1] > first[2]
+    second = interval.extend(rate, four + np.array(first))
+    assert sum(second) == 6 and interval.extend(rate, four + np.array(first) + np.array(second)) == [0, 0, 0]
+
+
+@pytest.mark.checks("sampler/value", "V0")
+def test_the_kernel_shares_results_among_starts_that_look_alike():
+    points, successes, episodes = np.array([[0.0], [1.0]]), np.array([3.0, 1.0]), np.array([4.0, 4.0])
+    rates = seen_starts.kernel_rates(points, successes, episodes, np.array([[0.0], [99.0]]), 1.0)
+    assert rates.tolist() == pytest.approx([0.553, 0.5], abs=1e-3)  # (.5 + 3 + .6065) / (1 + 4 + 2.4261); the prior
+
+
+@pytest.mark.checks("sampler/value", "PCL")
+@pytest.mark.parametrize("predictor", ["network", "kernel"])
+def test_starts_that_never_came_are_chosen_by_what_they_look_like(predictor: str):
+    """Success depends on the first of two numbers: 1/2 is met at 0. The second number is irrelevant."""
+    looks = np.random.default_rng(0).uniform(-1, 1, (64, 2))
+    sampler, draws = seen_starts.ValueSampler(predictor=predictor, bandwidth=0.3), np.random.default_rng(1)
+    sampler.look = lambda index: looks[index]
+    assert len(set(sampler.propose(16, 48, draws).tolist())) == 16
+    for _ in range(3):
+        index = draws.permutation(48)[:16]
+        sampler.observe(index, np.round(8 / (1 + np.exp(-6 * looks[index, 0]))), np.full(16, 8.0), np.zeros(16))
+    sampler.seen |= dict(zip(range(48, 64), looks[48:].tolist(), strict=True))
+    order = np.argsort(sampler.predict(np.arange(48, 64)))
+    assert np.corrcoef(looks[48:, 0][order], np.arange(16))[0, 1] > 0.85
+    chosen = sampler.propose(2, 64, np.random.default_rng(2))
+    candidates = np.random.default_rng(2).permutation(64)[:8]
+    distance = np.abs(sampler.predict(candidates) - 0.5)
+    assert chosen.tolist() == candidates[np.argsort(distance, kind="stable")[:2]].tolist()
+    other = seen_starts.ValueSampler(predictor=predictor, bandwidth=0.3)
+    other.restore(json.loads(json.dumps(sampler.state())))
+    np.testing.assert_allclose(other.predict(candidates), sampler.predict(candidates))
+    with pytest.raises(ConfigError, match=r"value\.predictor=table"):
+        seen_starts.ValueSampler(predictor="table")

@@ -185,12 +185,12 @@ def compared(seed: int, group=(0, 0, 1, 1, 1, 1), sides=SIDES, lengths=(2, 3, 1,
     return rollouts, logp, make_scored(rollouts, logp.detach(), advantage)
 
 
-@pytest.mark.checks("GRAPE", "coefficient/tpo")
+@pytest.mark.checks("GRAPE", "OPA-DPO", "coefficient/tpo")
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("seed", range(4))
-def test_the_coefficient_is_the_gradient_of_the_papers_loss(reduction: str, seed: int):
+@pytest.mark.parametrize(("seed", "anchor"), [(0, 0.0), (1, 0.0), (2, 1.0), (3, 0.4)])
+def test_the_coefficient_is_the_gradient_of_the_papers_loss(reduction: str, seed: int, anchor: float):
     rollouts, logp, scored = compared(seed)
-    coefficient, stats = tpo(scored, beta=0.3, reduction=reduction)
+    coefficient, stats = tpo(scored, beta=0.3, reduction=reduction, anchor=anchor)
     weight = weigh_constantly(scored.mask, rollouts, length=1.0)
     gradient = torch.autograd.grad(policy_loss(logp, coefficient, weight), logp)[0]
     change = torch.where(rollouts.mask, logp - rollouts.extras["reference_logp"], 0.0).sum((1, 2))
@@ -198,6 +198,7 @@ def test_the_coefficient_is_the_gradient_of_the_papers_loss(reduction: str, seed
         change = change / rollouts.mask.sum((1, 2))
     pairs = [(0, 1), (2, 3), (2, 4)]
     loss = torch.stack([-functional.logsigmoid(0.3 * (change[won] - change[lost])) for won, lost in pairs]).mean()
+    loss = loss - anchor * functional.logsigmoid(0.3 * change[[0, 2]]).mean()
     torch.testing.assert_close(gradient, torch.autograd.grad(loss, logp)[0], atol=1e-9, rtol=1e-7)
     assert float(stats["pairs"]) == 3
 

@@ -14,9 +14,12 @@ from robopolicy.configuration import compose
 from robopolicy.core.errors import DataError
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.paper_effects import difference_text, effect, numbers_text, values_at
+from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.papers import UNBUILT, Paper, count_by_status, papers
 from robopolicy.rl.registry import Slot, get_mechanism, mechanisms
+from robopolicy.runs import run_path
 from robopolicy.verbs.bench import BENCHMARKS
+from robopolicy.verbs.pipeline import stages_of
 from robopolicy.verbs.verb import VERBS
 
 ROWS, MARKS = papers(), marked(TESTS)
@@ -180,3 +183,22 @@ def test_the_verb_prints_papers_and_says_whose_a_mechanism_is(tmp_path: Path, ca
     )
     assert main(["algorithms", "BAP"]) == 2
     assert "BAPO" in capsys.readouterr().err
+
+
+@pytest.mark.checks("Sparse-to-Dense", "VerIPO")
+@pytest.mark.parametrize(
+    ("recipe", "chain"),
+    [
+        ("sparse_to_dense", {"teacher": "large", "bridge": "small", "distilled": "bridge", "student": "distilled"}),
+        ("veripo", {"explored": "imitation", "preferred": "explored", "refined": "preferred"}),
+    ],
+)
+def test_recipes_of_papers_go_on_from_the_stage_before(recipe: str, chain: dict[str, str], tmp_path: Path):
+    stages = stages_of(compose([f"recipe={recipe}"]), tmp_path)
+    for name, before in chain.items():
+        (verb, config), (verb_before, config_before) = stages[name], stages[before]
+        assert verb == "finetune"
+        assert Path(config.finetune.policy) == run_path(config_before, verb_before) / "checkpoint"
+        build_algorithm(config.finetune)
+    taught = [name for name, (verb, config) in stages.items() if verb == "finetune" and config.finetune.teacher]
+    assert taught == (["distilled"] if recipe == "sparse_to_dense" else [])

@@ -42,7 +42,12 @@ CONFIG = FinetuneConfig(
     critic_warmup=0,
     evaluate_every=0,
 )
-GIVERS = {need: entry.name for entry in mechanisms(Slot.MODEL) for need in entry.gives if entry.name not in ("oprl",)}
+GIVERS = {
+    need: entry.name
+    for entry in mechanisms(Slot.MODEL)
+    for need in entry.gives
+    if entry.name not in ("oprl", "learning_teacher")
+}
 LACKS = {
     "denoising": {Need.CATEGORICAL, Need.MATCHING},
     "matching": {Need.CATEGORICAL, Need.MEANS, Need.FINISHES},
@@ -161,7 +166,9 @@ def test_who_reads_outcomes_asks_for_whole_episodes(entry: Mechanism):
     stream.terminated[:, 1] = True
     names = ("q", "v", "preference", "advantage_gae", "flow_return")
     extras = {name: torch.randn(stream.shape, generator=generator) for name in names}
-    extras["flow_value"] = torch.randn(stream.mask.shape, generator=generator)
+    extras |= {
+        name: torch.randn(stream.mask.shape, generator=generator) for name in ("flow_value", "teacher_logp", "process")
+    }
     stream = replace(stream, whole=False).with_extras(**extras)
     success, reward = stream.success.clone(), {name: value.clone() for name, value in stream.rewards.items()}
     success[:, 2:] = ~success[:, 2:]

@@ -50,12 +50,20 @@ GIVERS = {
     Need.FLOW_VALUES: "flow_critic",
 }
 BY_MATCHING = {Need.MATCHING, Need.FLOW_VALUES}
+NEEDS_TEACHER = {Need.TEACHER, Need.SAME_STEPS, Need.TEACHER_SCORES, Need.TEACHER_OVERLAP, Need.PREFERENCE}
 SEVERAL = {Slot.CREDIT, Slot.REWARD, Slot.SELECTION, Slot.AUXILIARY, Slot.CONTROLLER, Slot.MODEL}
 REFUSED = {
     "denoising": {Need.CATEGORICAL},
     "tokens": {Need.GAUSSIAN, Need.MEANS, Need.FINISHES, *BY_MATCHING},
 }
 """Needs that a kind of policy can never meet."""
+REASONS = {
+    "entropy, denoising": "entropy is constant",
+    "agreement": r"rewards=agreement needs a world whose instructions contain several wordings",
+    "shared": r"replay=shared needs options\.shared\.folder",
+    "f_imitation, denoising": r"auxiliaries=f_imitation needs a policy that can compute log-probabilities of given",
+}
+"""Why these are refused here: fixed noise, a world without paraphrases, no folder, denoising by chain."""
 
 
 def experts() -> Episodes:
@@ -89,7 +97,7 @@ def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: 
     scored = {"likelihood": Likelihood.MATCHING} if entry.needs & BY_MATCHING and kind == "denoising" else {}
     policy = make(world, cameras=reads_images, **scored)
     policy.prepare_finetuning()
-    needs_teacher = entry.needs & {Need.TEACHER, Need.SAME_STEPS, Need.TEACHER_SCORES, Need.PREFERENCE}
+    needs_teacher = entry.needs & NEEDS_TEACHER
     teacher = None
     if needs_teacher:
         teacher = make(world, seed=1, cameras=reads_images)
@@ -107,8 +115,9 @@ def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: 
         with pytest.raises(ConfigError, match=rf"({'|'.join((entry.name, *(config.models or ())))}) needs "):
             finetune(policy, critic, world, config, guidance=guidance)
         return
-    if (entry.name, kind) == ("entropy", "denoising"):
-        with pytest.raises(ConfigError, match="entropy is constant"):
+    refusal = REASONS.get(entry.name) or REASONS.get(f"{entry.name}, {kind}")
+    if refusal:
+        with pytest.raises(ConfigError, match=refusal):
             finetune(policy, critic, world, config, guidance=guidance)
         return
     result = finetune(policy, critic, world, config, guidance=guidance)
@@ -121,6 +130,9 @@ READS = {
     Need.BLACKOUT_SCORES: "blackout_logp",
     Need.CONTRAST_SCORES: "contrast_logp",
     Need.TEACHER_SCORES: "teacher_logp",
+    Need.CURRENT_SCORES: "current_logp",
+    Need.TEACHER_OVERLAP: "teacher_overlap",
+    Need.POSITION: "position",
 }
 
 
@@ -241,3 +253,22 @@ def test_a_base_is_copied_only_where_it_is_declared(monkeypatch: pytest.MonkeyPa
         except ConfigError:
             assert auxiliaries == ("experts",)
         assert (type(policy) in copied) == expected
+
+
+def test_a_group_is_played_in_all_words_of_its_goal(monkeypatch: pytest.MonkeyPatch):
+    world = SeeingWorld(4)
+    world.spec = replace(world.spec, paraphrases={INSTRUCTIONS[0]: INSTRUCTIONS[1:]})
+    requested, plain = [], world.reset
+
+    def reset(rows=None, seeds=None, options=None):
+        requested.append((list(seeds), options["task"].tolist()))
+        return plain(rows, seeds, options)
+
+    monkeypatch.setattr(world, "reset", reset)
+    policy = token_policy(world)
+    policy.prepare_finetuning()
+    config = replace(CONFIG, iterations=1, num_initial_states=4, rewards=("agreement",))
+    finetune(policy, None, world, config)
+    seeds, tasks = requested[0]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+    assert sorted(tasks[:2]) == sorted(tasks[2:]) == [0, 1]

@@ -58,10 +58,14 @@ def subtree_values(rollouts: Rollouts) -> tuple[Tensor, Segments]:
 
     Nodes are chunks, [B, T] and [B * T], or, if episodes branch inside policy calls, steps, [B, T * K] and [B * T * K].
     """
+    return subtree_means(rollouts, rollouts.row_return)
+
+
+def subtree_means(rollouts: Rollouts, per_row: Tensor) -> tuple[Tensor, Segments]:
+    """Compute the mean of any value of the leaves [B] under every node; see `subtree_values`."""
     owner = owners(rollouts)
     nodes = _nodes(owner)
-    returns = rollouts.row_return[:, None].expand(owner.shape).flatten()
-    return nodes.mean(returns)[nodes.index].reshape(owner.shape), nodes
+    return nodes.mean(per_row[:, None].expand(owner.shape).flatten())[nodes.index].reshape(owner.shape), nodes
 
 
 def fused_values(rollouts: Rollouts, beta: float) -> Tensor:

@@ -138,6 +138,34 @@ def risk_po(
     return broadcast(torch.where(used_mask, value, 0.0), rollouts)
 
 
+@mechanism(Slot.ADVANTAGE, "opob", source="VCPO, arXiv:2602.17616", needs=(Need.GROUPS, Need.CURRENT_SCORES))
+def opob(rollouts: Rollouts, context: Context, *, scale: bool = True, epsilon: float = 1e-6) -> Tensor:
+    """A = R - b with the baseline of least variance on off-policy data, divided by the group's deviation if `scale`.
+
+        b = sum w^2 g^2 R / sum w^2 g^2   over a group
+
+    w: an episode's probability under the policy before the update divided by that under the one that acted, not
+    clipped (1 on fresh data, where b is the classic baseline of least variance); g^2: the squared norm of the gradient
+    of its log-probability, here the sum of extras["score_norm"] over its steps, which is by logits or means and not by
+    weights. A group without gradient gets its mean. The paper's other half is controllers=[vcpo]. Returns A [B, T],
+    constant over an episode.
+    """
+    returns, counts, groups = outcomes(rollouts)
+    extras = rollouts.extras
+    change = torch.where(rollouts.mask, extras["current_logp"] - rollouts.logp_behaviour, 0.0).double().sum((1, 2))
+    # Divided by the largest of the group, which cancels in b: squares of ratios of whole episodes overflow.
+    ratio = (change - groups.maximum(change, counts)[groups.index]).exp()
+    size = torch.where(rollouts.mask, extras["score_norm"], 0.0).double().sum((1, 2))
+    weight = ratio.square() * size
+    total = groups.sum(weight, counts)
+    weighted = groups.sum(weight * returns, counts) / total.clamp(min=1e-300)
+    baseline = torch.where(total > 0, weighted, groups.mean(returns.double(), counts))
+    advantage = returns - baseline.to(returns.dtype)[groups.index]
+    if scale:
+        advantage = advantage / (groups.std(returns, counts)[groups.index] + epsilon)
+    return broadcast(torch.where(counts, advantage, 0.0), rollouts)
+
+
 @mechanism(Slot.ADVANTAGE, "sas", source="DCPO, arXiv:2509.02333", needs=(Need.GROUPS, Need.STARTS))
 def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tensor:
     """DCPO's smooth advantage standardisation: within the group, and over all episodes of its initial state so far.

@@ -16,6 +16,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import FinishesChain, ScoredPolicy
 from robopolicy.nn.micro_batches import loss_of, scores_of
 from robopolicy.rl.context import AuxiliaryInputs, latents_for_other_policy, require_input, score_extra
+from robopolicy.rl.experimental import distillation
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 from robopolicy.rl.weights import step_mean
 
@@ -49,46 +50,67 @@ def dagger(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
 @mechanism(
     Slot.AUXILIARY,
     "distill",
-    source="TIP, arXiv:2604.14084; Vision-OPD, arXiv:2605.18740",
-    needs=(Need.TEACHER, Need.SAME_STEPS),
+    source="TIP, arXiv:2604.14084; Vision-OPD, arXiv:2605.18740; PW-OPSD, arXiv:2605.21606",
+    needs=(Need.TEACHER, Need.SAME_STEPS, Need.POSITION),
 )
 def distill(
-    inputs: AuxiliaryInputs, *, weight: float = 1.0, share: float = 1.0, alpha: float = 1.0, gamma: float = 1.0
+    inputs: AuxiliaryInputs,
+    *,
+    weight: float = 1.0,
+    share: float = 1.0,
+    alpha: float = 1.0,
+    gamma: float = 1.0,
+    divergence: str = "reverse",
+    top: int = 0,
+    clip_element: float | None = None,
+    ratio_cap: float | None = None,
+    position: tuple[float, float, float] | None = None,
 ) -> Tensor:
-    """Match the teacher's complete distribution at the student's steps: KL(student || teacher), averaged.
+    """Match the teacher's complete distribution at the student's steps, averaged.
 
-    share < 1 selects that fraction of the steps without replacement, with probability growing with (entropy / log
-    V)^alpha (Jensen-Shannon divergence / log 2)^gamma (TIP), i.e. where the student is uncertain or disagrees. Gaussian
-    steps have equal standard deviations, so their KL is the squared distance of means and all steps count.
-    Distributions are compared by extras of the scores: log_probabilities [n, k, V], or mean [n, k, P, A] and std.
-    Returns a scalar. Raises ConfigError without a teacher, or if the two share neither extra.
+    divergence: reverse, KL(student || teacher); forward, KL(teacher || student); or jsd. top: compare the teacher's
+    `top` most likely tokens and all others as one (Vision-OPD), 0 for all; clip_element: upper bound of every element
+    of the sum (PW-OPSD uses forward and .05). ratio_cap: weight a step by its ratio to the policy before the update, at
+    most this (Vision-OPD: 2). position: (least, middle, width), weight a chunk at the fraction f of its episode by
+    least + (1 - least) sigmoid((f - middle) / width) (PW-OPSD: .25, .3, .1). share < 1 selects that fraction of the
+    steps without replacement, with probability growing with (entropy / log V)^alpha (Jensen-Shannon divergence / log
+    2)^gamma (TIP), i.e. where the student is uncertain or disagrees. Gaussian steps have equal standard deviations, so
+    their KL is the squared distance of means in both directions and all steps count. Distributions are compared by
+    extras of the scores: log_probabilities [n, k, V], or mean [n, k, P, A] and std. Returns a scalar. Raises
+    ConfigError without a teacher, if the two share neither extra, or for options that only tokens have.
     """
     policy = require_input(inputs.teacher, "teacher")
     assert isinstance(policy, ScoredPolicy)  # which Need.SAME_STEPS asks for
     with torch.no_grad():
         teacher_extras = scores_of(policy, inputs.observation, latents_for_other_policy(inputs.latents)).extras
     student_extras = inputs.scores.extras
+    mask, step_weights = inputs.mask, inputs.step_weights
     if "log_probabilities" in student_extras and "log_probabilities" in teacher_extras:
         student, teacher = student_extras["log_probabilities"], teacher_extras["log_probabilities"]
         # Summed over the vocabulary and not sampled, so it has no variance of its own.
-        divergence = (student.exp() * (student - teacher)).sum(-1)
-        mask = inputs.mask
-        if share == 1:
-            return weight * (inputs.step_weights * torch.where(mask, divergence, 0.0)).sum()
-        if inputs.steps_per_row is not None:
+        distance = distillation.divergence(student, teacher, divergence, top, clip_element)
+        if share < 1 and inputs.steps_per_row is not None:
             raise ConfigError(
                 "options.distill.share below 1 compares all steps of a minibatch, which data-parallel processes "
                 "divide: set it to 1, or train in one process."
             )
-        mask = _informative(student.detach(), teacher, mask, share, alpha, gamma, inputs.context.generator)
-        return weight * (step_mean(mask) * torch.where(mask, divergence, 0.0)).sum()
-    if "mean" in student_extras and "mean" in teacher_extras:
-        spread = student_extras["std"].detach().square().clamp(min=1e-6)
-        divergence = ((student_extras["mean"] - teacher_extras["mean"]).square() / (2 * spread)).mean((-2, -1))
-        return weight * (inputs.step_weights * torch.where(inputs.mask, divergence, 0.0)).sum()
-    raise ConfigError(
-        "auxiliaries=[distill] needs a teacher of the student's policy kind; auxiliaries=[dagger] imitates any teacher."
-    )
+        if share < 1:
+            mask = _informative(student.detach(), teacher, mask, share, alpha, gamma, inputs.context.generator)
+            step_weights = step_mean(mask)
+    elif "mean" in student_extras and "mean" in teacher_extras:
+        means, std = (student_extras["mean"], teacher_extras["mean"]), student_extras["std"]
+        distance = distillation.squared_distance(*means, std, divergence, top, clip_element)
+    else:
+        raise ConfigError(
+            "auxiliaries=[distill] needs a teacher of the student's policy kind; auxiliaries=[dagger] imitates any "
+            "teacher."
+        )
+    if ratio_cap is not None:
+        ratio = (inputs.scores.logp.detach() - require_input(inputs.proximal, "proximal")).clamp(-20, 20).exp()
+        distance = ratio.clamp(max=ratio_cap) * distance
+    if position is not None:
+        distance = distillation.late_weight(inputs.extras["position"], *position)[:, None] * distance
+    return weight * (step_weights * torch.where(mask, distance, 0.0)).sum()
 
 
 def _informative(

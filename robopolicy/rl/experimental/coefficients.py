@@ -332,10 +332,26 @@ def pacs(scored: Scored, *, beta: float = 1.0) -> Coefficients:
     return c[:, None, None].expand_as(scored.logp) * scored.mask, {"pacs_logit": centred.abs().mean()}
 
 
-@mechanism(Slot.COEFFICIENT, "none", source="auxiliary losses alone")
-def nothing(scored: Scored) -> Coefficients:
-    """No policy gradient: only the auxiliary losses train the policy."""
-    return torch.zeros_like(scored.logp), {}
+@mechanism(Slot.COEFFICIENT, "perception", source="Q-Hawkeye, arXiv:2601.22920", needs=(Need.BLACKOUT_SCORES,))
+def perception(
+    scored: Scored, *, gamma: float = 1e-4, eta: float = 1e-3, until: float = 0.3333, cap: float = 10.0
+) -> Coefficients:
+    """PPO that also moves what is done away from what would be done with half of the image blacked out.
+
+        L = PPO - gamma min(k3(x), cap) - eta log pi,   k3(x) = exp(x) - 1 - x,  x = log pi(degraded) - log pi
+
+    so that c gains gamma (1 - exp(x)), where k3 is below the cap, and eta. gamma falls along a cosine to 0 at the
+    fraction `until` of the run. log pi(degraded) is that of the policy before the update, without gradient; the paper
+    also lowers the entropy of its own degraded outputs, which has no gradient here.
+    """
+    degraded = scored.rollouts.extras["blackout_logp"].gather(-1, scored.chosen)
+    x = torch.where(scored.mask, degraded - scored.logp, 0.0).clamp(-20, 20)
+    distance = torch.expm1(x) - x
+    done = min(1.0, scored.share / until) if until > 0 else 1.0
+    strength = gamma * 0.5 * (1 + math.cos(math.pi * done))
+    image_pull = torch.where(distance < cap, -strength * torch.expm1(x), 0.0)
+    c = ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    return torch.where(scored.mask, c + image_pull + eta, 0.0), {"image_kl": distance[scored.mask].mean()}
 
 
 @mechanism(Slot.COEFFICIENT, "awr", source="AWR, arXiv:1910.00177")
@@ -384,24 +400,6 @@ def negative_aware(scored: Scored, *, limit: float = 5.0) -> Coefficients:
     auxiliaries=[velocity], AFD's distance to the reference (which AFD also weights by w).
     """
     return scored.advantage.clamp(-limit, limit), {}
-
-
-@mechanism(Slot.COEFFICIENT, "opd", source="on-policy distillation, arXiv:2306.13649", needs=(Need.TEACHER_SCORES,))
-def on_policy_distillation(scored: Scored, *, reward: float = 0.0, cap: float = 5.0) -> Coefficients:
-    """Reverse KL to the teacher on the student's own chunks: c = log teacher - log pi, with magnitude at most `cap`.
-
-    reward: weight of PPO's coefficient, which is added to also learn from the outcome. The teacher must define the same
-    steps: the same tokens, or the same denoising schedule.
-    """
-    from robopolicy.rl.coefficients import ppo
-
-    teacher = scored.rollouts.extras["teacher_logp"].gather(-1, scored.chosen)
-    # The gradient of KL(pi || teacher) is E_pi[(log pi - log teacher) grad log pi]; this is minus that.
-    gap = teacher - scored.logp
-    c = gap.clamp(-cap, cap)
-    if reward:
-        c = c + reward * ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
-    return torch.where(scored.mask, c, 0.0), {"teacher_gap": -gap[scored.mask].mean()}
 
 
 keep_former_names(__name__, {"masked_share": "masked_fraction"})

@@ -211,6 +211,47 @@ def seed_grpo(
     return advantage * (1 - alpha * entropy / size.log().clamp(min=1e-6)).clamp(min=0)[:, None, None]
 
 
+@mechanism(Slot.CREDIT, "novelty", source="XRPO, arXiv:2510.06672", needs=(Need.GROUPS,))
+def novelty(
+    rollouts: Rollouts, advantage: Tensor, context: Context, *, weight: float = 1.0, limit: float = 1.0
+) -> Tensor:
+    """Raise positive advantages of unusual episodes: A + min(max(weight (1 - eta), 0), limit A).
+
+    eta = exp(s - mean of s over the group), s the mean log-probability of an episode's steps under the behaviour
+    policy: below 1 for an episode that is less likely than its group's others. Other advantages are unchanged. If
+    log-probabilities are sums over many elements (policy.logp_reduction=sum), eta is near 0 or very large. Source: two
+    public re-implementations; the paper could not be read. Takes and returns A [B, T, K].
+    """
+    logp = torch.where(rollouts.mask, rollouts.logp_behaviour, 0.0).sum((1, 2))
+    mean = logp / rollouts.mask.sum((1, 2)).clamp(min=1)
+    groups = Segments.of(rollouts.group)
+    eta = (mean - groups.mean(mean)[groups.index]).exp()
+    bonus = (weight * (1 - eta)).clamp(min=0)[:, None, None].to(advantage.dtype)
+    return torch.where(advantage > 0, advantage + torch.minimum(bonus, limit * advantage), advantage)
+
+
+@mechanism(Slot.CREDIT, "steadiness", source="Q-Hawkeye, arXiv:2601.22920", needs=(Need.GROUPS,))
+def steadiness(rollouts: Rollouts, advantage: Tensor, context: Context, *, alpha: float = 0.2) -> Tensor:
+    """Reduce advantages of groups that begin in different ways: A exp(-alpha min(1, Var / Var_max)).
+
+    Var: population variance of the first action chunk over the group, per element; Var_max = (range / 2)^2 with the
+    range of that element over all chunks of the batch; the quotient is averaged over elements. The paper's predictions
+    are quality scores of an image, of which a robot has none. Where exploration noise alone makes the variance, all
+    groups get the same factor. Takes and returns A [B, T, K].
+    """
+    actions = rollouts.actions.flatten(2)
+    valid = rollouts.valid[..., None].expand_as(rollouts.actions).flatten(2)
+    high = torch.where(valid, actions, -torch.inf).amax((0, 1))
+    low = torch.where(valid, actions, torch.inf).amin((0, 1))
+    most = ((high - low) / 2).square().clamp(min=1e-12)
+    groups = Segments.of(rollouts.group)
+    first = valid[:, 0]
+    elements = [groups.std(actions[:, 0, place], first[:, place]).square() for place in range(actions.shape[2])]
+    counts = torch.stack([groups.size(first[:, place]) > 0 for place in range(actions.shape[2])], -1)
+    share = torch.where(counts, torch.stack(elements, -1) / most, 0.0).sum(-1) / counts.sum(-1).clamp(min=1)
+    return advantage * (-alpha * share.clamp(max=1)).exp()[groups.index][:, None, None]
+
+
 @mechanism(
     Slot.CREDIT, "instruction_contrast", source="after CEPO's weights, arXiv:2605.19436", needs=(Need.CONTRAST_SCORES,)
 )

@@ -27,17 +27,31 @@ class VadeSampler(Beliefs):
     fraction of all counts kept per round, because the policy changes everywhere. The paper's abstract names Beta
     beliefs, Thompson draws that maximise information gain, and decay on two scales; its formulas were not available.
     Gain is p (1 - p)^2, the information gain of arXiv:2509.25849: largest at 1/3, since rare successes allow more
-    improvement than rare failures.
+    improvement than rare failures. gain: knapsack for that one; variance for p (1 - p) of the sampled rate; or
+    expected_variance for its mean under the belief Beta(a, b), a b / ((a + b) (a + b + 1)), without a draw. Raises
+    ConfigError for an unknown gain.
     """
 
-    def __init__(self, *, visited: float = 0.5, decay: float = 0.98):
+    def __init__(self, *, visited: float = 0.5, decay: float = 0.98, gain: str = "knapsack"):
         super().__init__(prior=1.0, decay=visited)
         self.everywhere = decay
+        if gain not in ("knapsack", "variance", "expected_variance"):
+            raise unknown_option("vade.gain", gain, ("knapsack", "variance", "expected_variance"))
+        self.gain = gain
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
-        """Return the `count` initial states [n] with the largest gain at a sampled rate."""
+        """Return the `count` initial states [n] with the largest gain."""
+        return np.argsort(-self.gains(pool, generator), kind="stable")[:count]
+
+    def gains(self, pool: int, generator: np.random.Generator) -> Array:
+        """Return the gain of every initial state of the pool [pool]."""
+        if self.gain == "expected_variance":
+            order = generator.permutation(pool)
+            a, b = self.beta(np.arange(pool))
+            # Without a draw equal beliefs are equal gains: a hair of chance, far below any difference, decides.
+            return a * b / ((a + b) * (a + b + 1)) + 1e-9 * order / pool
         rates = self.sampled_rates(pool, generator)
-        return np.argsort(-information_gain(rates), kind="stable")[:count]
+        return information_gain(rates) if self.gain == "knapsack" else rates * (1 - rates)
 
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
         """Decay all beliefs, those of the played initial states [n] faster, and add their results, each [n]."""

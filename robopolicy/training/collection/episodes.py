@@ -6,6 +6,7 @@ Groups are for algorithms that compare outcomes, streams for those with a critic
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,12 +20,14 @@ from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import derive_seed, episode_seeds
 from robopolicy.core.rollouts import Rollouts, concatenate
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
 from robopolicy.core.world import Snapshot, World
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.collect import Streams, play, start_streams
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
-from robopolicy.rl.initial_states import Beliefs, LimitsLengths, Uniform
+from robopolicy.rl.initial_states import Beliefs, LimitsLengths, SeesStarts, Uniform
+from robopolicy.rl.registry import Need
 from robopolicy.training.collection.protocol import while_collecting
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
@@ -37,6 +40,18 @@ def start_pool(seed: int, starts: int, instructions: int = 1) -> tuple[np.ndarra
     """
     tasks = [start % instructions for start in range(starts)] if instructions > 1 else []
     return episode_seeds(seed, "starts", starts), tasks
+
+
+def in_all_words(requests: Sequence[Request], spec: WorldSpec) -> list[Request]:
+    """Return the requests with the instructions of each group's episodes rotating through the wordings of its goal."""
+    places: Counter[int] = Counter()
+    rotated: list[Request] = []
+    for request in requests:
+        wordings = spec.wordings(request.task)
+        turn = wordings.index(request.task) + places[request.group]
+        rotated.append(replace(request, task=wordings[turn % len(wordings)]))
+        places[request.group] += 1
+    return rotated
 
 
 def branching_of(config: FinetuneConfig) -> Branching:
@@ -72,7 +87,10 @@ class EpisodeCollector:
         self.generator, self.demonstrations = generator, demonstrations
         self.sampler = algorithm.sampler()
         self.allocator = algorithm.allocator()
+        if isinstance(self.sampler, SeesStarts):
+            self.sampler.look = self.first_observations
         self.hint = None if algorithm.hint is None else algorithm.hint()
+        self.rotates_words = Need.PARAPHRASES in algorithm.needs
         actor, branching = policy if acts is None else acts, branching_of(config)
         self.player = EpisodePlayer(world, actor, branching, max_idle_chunks=config.max_idle_chunks, images=images)
         self.provision = math.ceil((1 + config.overprovision) * config.groups)
@@ -93,11 +111,11 @@ class EpisodeCollector:
         return self.player.held
 
     def _play(
-        self, requests: Sequence[Request], batch: int, version: int, groups: int | None = None, *, again: bool = False
+        self, requests: Sequence[Request], batch: int, version: int, groups: int | None = None, *, again: int = 0
     ) -> Rollouts:
         """Play requests until `groups` groups are complete (None: all).
 
-        again: these add episodes to groups that were played in the same batch.
+        again: number of the round that adds episodes to groups of the same batch, 0 for the groups themselves.
         """
         return self.player.play(requests, self.generator, groups=groups, version=version)
 
@@ -161,10 +179,11 @@ class EpisodeCollector:
 
         def requests(sizes: list[int]) -> list[Request]:
             new_requests = groups_of(seeds, sizes, tasks)
-            return [
+            placed = [
                 replace(item, group=first + item.group, state=states[item.group], limit=limits[item.group])
                 for item in new_requests
             ]
+            return in_all_words(placed, self.world.spec) if self.rotates_words else placed
 
         rates = self.sampler.predict(starts)
         if isinstance(self.sampler, Beliefs) and getattr(self.allocator, "reads_observed", False):
@@ -172,9 +191,11 @@ class EpisodeCollector:
         sizes = self.allocator.plan(rates, config.group_size)
         group_target = config.groups if config.overprovision else None
         rollouts = self._play(requests(list(sizes)), batch, version, group_target)
-        extra_episodes = self._more(rollouts, first, len(seeds))
-        if sum(extra_episodes):
-            added = self._play(requests(extra_episodes), batch, version, again=True)
+        for again in range(1, getattr(self.allocator, "rounds", 1) + 1):
+            extra_episodes = self._more(rollouts, first, len(seeds))
+            if not sum(extra_episodes):
+                break
+            added = self._play(requests(extra_episodes), batch, version, again=again)
             rollouts = concatenate([rollouts, added], same_groups=True)
         origins = [self.begun[group] for group in rollouts.group.tolist()]
         device, shape = rollouts.group.device, rollouts.shape
@@ -229,6 +250,36 @@ class EpisodeCollector:
         draws = np.random.default_rng(derive_seed(self.seed, f"starts/{batch}"))
         starts = self.sampler.propose(count, config.num_initial_states, draws)
         return start_pool(self.seed, config.num_initial_states)[0][starts], starts
+
+    def first_observations(self, starts: np.ndarray) -> np.ndarray:
+        """Return the vector fields and the instruction (one-hot) of initial states [n] of the pool, [n, D]; resets the
+        world.
+
+        Raises ConfigError when episodes are in flight, which over-provisioning allows.
+        """
+        if self.config.overprovision:
+            raise ConfigError(
+                f"{type(self.sampler).__name__} looks at initial states by resetting the world, but with overprovision "
+                "episodes continue in it: set overprovision=0, or choose another sampler."
+            )
+        self.player.suspend()
+        texts = self.world.spec.instructions
+        seeds, pool = start_pool(self.seed, self.config.num_initial_states, len(texts))
+        rows = self.world.batch_size
+        parts: list[Any] = []
+        for first in range(0, len(starts), rows):
+            wave = np.resize(starts[first : first + rows], rows)  # surplus rows repeat the wave
+            options = {"task": np.array(pool)[wave]} if pool else None
+            observation = self.world.reset(seeds=seeds[wave], options=options)
+            fields = [
+                np.asarray(value)[:, -1].reshape(rows, -1).astype(np.float64)
+                for key, value in sorted(observation.items())
+                if key != TASK and not key.startswith(IMAGE_PREFIX)
+            ]
+            if options is not None:
+                fields.append(np.eye(len(texts))[options["task"]])
+            parts.append(np.concatenate(fields, 1)[: len(starts) - first])
+        return np.concatenate(parts)
 
     def tree(self) -> dict[str, Any]:
         """Return the state of the sampler and the hint, and the unfinished groups."""

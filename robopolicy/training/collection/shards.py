@@ -348,7 +348,7 @@ class ShardedEpisodes(EpisodeCollector):
         return set[int]().union(*self.shards.held)
 
     def _play(
-        self, requests: Sequence[Request], batch: int, version: int, groups: int | None = None, *, again: bool = False
+        self, requests: Sequence[Request], batch: int, version: int, groups: int | None = None, *, again: int = 0
     ) -> Rollouts:
         if not again:
             self._deal(requests)
@@ -356,7 +356,7 @@ class ShardedEpisodes(EpisodeCollector):
             {
                 "requests": [_plain(each) for each in requests if self.places[each.group] == shard],
                 "groups": None if groups is None else self.targets[shard],
-                "part": int(again),
+                "part": again,
             }
             for shard in range(self.shards.count)
         ]

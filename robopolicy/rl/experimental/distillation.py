@@ -1,0 +1,139 @@
+"""Experimental distillation: divergences, and coefficients, advantages and credit by a teacher."""
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.segments import Segments
+from robopolicy.rl.context import Coefficients, Context, Scored
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
+
+
+def group_softmax(score: Tensor, members: Tensor, group: Tensor) -> Tensor:
+    """Return the softmax of scores over the members of a group times their number, [b]: 1 for equal scores, else 0.
+
+    score: [b]; members: [b] bool; group: [b]. Entries outside `members` get 0.
+    """
+    groups = Segments.of(group)
+    highest = groups.maximum(score, members)[groups.index]
+    weight = torch.where(members, (score - highest).exp(), 0.0)
+    return weight / groups.sum(weight)[groups.index].clamp(min=1e-12) * groups.size(members)[groups.index]
+
+
+@mechanism(Slot.COEFFICIENT, "scope", source="SCOPE, arXiv:2604.10688", needs=(Need.WHOLE_GROUPS, Need.TEACHER_SCORES))
+def scope(scored: Scored, *, tau: float = 1.0, cap: float = 5.0) -> Coefficients:
+    """Follow one's own successes, and the teacher in failures: c = w r for a success, w r (log teacher - log pi) else.
+
+    w is a softmax over the successes (failures) of a group, times their number. Successes that the acting policy found
+    unlikely weigh more, exp(x / tau) with x the mean of -log pi over an episode's steps (its log-perplexity); so do
+    failures in which the teacher is sure, exp(-x / tau) with x of the teacher. r: the ratio, without a clip. The
+    difference of log-probabilities is without gradient and cut at `cap`, an addition here. Perplexities of Gaussian
+    steps need log-probabilities that are means over elements.
+    """
+    rollouts, mask = scored.rollouts, scored.mask
+    teacher = rollouts.extras["teacher_logp"].gather(-1, scored.chosen)
+    count = mask.sum((1, 2)).clamp(min=1)
+
+    def surprise(logp: Tensor) -> Tensor:
+        return -torch.where(mask, logp, 0.0).double().sum((1, 2)) / count
+
+    success = rollouts.row_success
+    acted = rollouts.logp_behaviour.gather(-1, scored.chosen)
+    own_weight = group_softmax(surprise(acted) / tau, success, rollouts.group)
+    teacher_weight = group_softmax(-surprise(teacher) / tau, ~success, rollouts.group)
+    weight = (own_weight + teacher_weight).to(scored.logp.dtype)[:, None, None]
+    gap = (teacher - scored.logp).clamp(-cap, cap)
+    c = weight * scored.ratio * torch.where(success[:, None, None], torch.ones_like(gap), gap)
+    return torch.where(mask, c, 0.0), {"teacher_gap": -gap[mask].mean()}
+
+
+def divergence(student: Tensor, teacher: Tensor, form: str, top: int = 0, clip: float | None = None) -> Tensor:
+    """Return a divergence of categorical distributions, [...] from log-probabilities [..., V].
+
+    form: reverse, KL(student || teacher); forward, KL(teacher || student); or jsd, the mean of both to their mixture.
+    top: compare only the teacher's `top` most likely tokens and one token for all others, 0 for all; clip: upper bound
+    of every element of the sum. Raises ConfigError for an unknown form.
+    """
+    if top:
+        places = teacher.topk(min(top, teacher.shape[-1] - 1), -1).indices
+        student, teacher = (_with_rest(each, places) for each in (student, teacher))
+    middle = torch.logaddexp(student, teacher) - torch.tensor(2.0, dtype=student.dtype).log()
+    elements = {
+        "reverse": lambda: student.exp() * (student - teacher),
+        "forward": lambda: teacher.exp() * (teacher - student),
+        "jsd": lambda: 0.5 * (student.exp() * (student - middle) + teacher.exp() * (teacher - middle)),
+    }
+    if form not in elements:
+        raise unknown_option("distill.divergence", form, elements)
+    terms = elements[form]()
+    return (terms if clip is None else terms.clamp(max=clip)).sum(-1)
+
+
+def _with_rest(logp: Tensor, places: Tensor) -> Tensor:
+    """Return the log-probabilities at `places` [..., k] and that of all others together, [..., k + 1]."""
+    rest = logp.scatter(-1, places, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logp.gather(-1, places), rest], -1)
+
+
+def squared_distance(mean: Tensor, teacher: Tensor, std: Tensor, form: str, top: int, clip: float | None) -> Tensor:
+    """Return the KL of Gaussian steps of equal spread, averaged over elements, [n, k] from means [n, k, P, A].
+
+    It is the same in both directions. Raises ConfigError for what only tokens have.
+    """
+    if form == "jsd" or top or clip is not None:
+        raise ConfigError(
+            "options.distill: divergence=jsd, top and clip_element compare probabilities of tokens, and this policy's "
+            "steps are Gaussian: restore their defaults."
+        )
+    return ((mean - teacher).square() / (2 * std.detach().square().clamp(min=1e-6))).mean((-2, -1))
+
+
+def late_weight(position: Tensor, least: float, middle: float, width: float) -> Tensor:
+    """Return least + (1 - least) sigmoid((position - middle) / width), shaped as position in [0, 1] (PW-OPSD)."""
+    return least + (1 - least) * torch.sigmoid((position - middle) / width)
+
+
+@mechanism(
+    Slot.ADVANTAGE, "teacher_gap", source="on-policy distillation, arXiv:2306.13649", needs=(Need.TEACHER_SCORES,)
+)
+def teacher_gap(rollouts: Rollouts, context: Context, *, cap: float = 5.0) -> Tensor:
+    """A = log teacher - log pi of the acting policy at every step, cut at `cap`: on-policy distillation as a reward.
+
+    With coefficient=ppo it is clipped like any advantage, and credits such as prune weigh it; coefficient=opd has the
+    same gradient in the first step. Returns A [B, T, K].
+    """
+    gap = (rollouts.extras["teacher_logp"] - rollouts.logp_behaviour).clamp(-cap, cap)
+    return torch.where(rollouts.mask, gap, 0.0)
+
+
+@mechanism(Slot.ADVANTAGE, "process_gap", source="VPD, arXiv:2605.15113", needs=(Need.IMPLICIT,))
+def process_gap(rollouts: Rollouts, context: Context, *, scale: float = 10.0, cap: float = 5.0) -> Tensor:
+    """A = scale times the process reward of every step, cut at `cap`: distillation from the model that gives it.
+
+    With models=[learning_teacher] and scale = 1 / beta it is log q - log pi, so that the policy gradient is that of the
+    reverse KL to q on own episodes. Reads extras["process"]; returns A [B, T, K].
+    """
+    return torch.where(rollouts.mask, (scale * rollouts.extras["process"]).clamp(-cap, cap), 0.0)
+
+
+@mechanism(Slot.CREDIT, "prune", source="Prune-OPD, arXiv:2605.07804", needs=(Need.TEACHER_OVERLAP,))
+def prune(
+    rollouts: Rollouts,
+    advantage: Tensor,
+    context: Context,
+    *,
+    agree: float = 0.7,
+    drop: float = 0.01,
+    bonus: float = 0.5,
+) -> Tensor:
+    """Weigh a step by how well policy and teacher agreed so far: A (clip(1 - drop bad, 0, 1) + bonus).
+
+    bad: number of the episode's steps up to this one whose extras["teacher_overlap"] is below `agree`. Where the two
+    have parted, the teacher says little about what follows. A robot's chain has fewer steps than an answer, so `drop`
+    should be larger than the authors' .01. The authors also shorten and lengthen rollouts by where they part, here they
+    are played to their end. Takes and returns A [B, T, K].
+    """
+    bad = ((rollouts.extras["teacher_overlap"] < agree) & rollouts.mask).flatten(1).cumsum(1)
+    weight = (1 - drop * bad).clamp(0, 1) + bonus
+    return advantage * weight.reshape(advantage.shape).to(advantage.dtype)
