@@ -271,7 +271,7 @@ class EpisodeCollector:
             wave = np.resize(starts[first : first + rows], rows)  # surplus rows repeat the wave
             options = {"task": np.array(pool)[wave]} if pool else None
             observation = self.world.reset(seeds=seeds[wave], options=options)
-            fields = [
+            fields: list[Any] = [
                 np.asarray(value)[:, -1].reshape(rows, -1).astype(np.float64)
                 for key, value in sorted(observation.items())
                 if key != TASK and not key.startswith(IMAGE_PREFIX)
