@@ -105,8 +105,8 @@ def _planned(text: str, task: str, plan: str) -> Claim:
     return Claim(text, "test_time_planning", *paths, "no planning")
 
 
-PUSH_T = _recipe("Push-T: PPO on the denoising steps of a diffusion policy (`make demo`)", "push_t")
-PICK_PLACE = _recipe("Pick and place with a six-joint arm: the same", "pick_place")
+PUSH_T = _recipe("Push-T: PPO on the denoising steps of a diffusion policy (`make demo`)", "push_t", "1?_threads_1")
+PICK_PLACE = _recipe("Pick and place with a six-joint arm: the same", "pick_place", "1?_threads_1")
 IMAGINED = _imagined("Push-T: PPO inside a learned world model, no further simulator step", "push_t", "ensemble")
 CAMERA = _recipe(
     "Push-T from a 64-pixel camera, auxiliary state loss in imitation: PPO on images", "push_t_pixels", "1?_threads_1"

@@ -165,8 +165,8 @@ def test_a_changed_figure_changes_the_headlines_and_a_wrong_interval_is_refused(
     results = importlib.import_module("results_table")
     figures = json.loads(json.dumps(results.figures("recipes")))
     monkeypatch.setattr(results, "figures", lambda name: figures)
-    rate = figures["recipes"]["push_t"]["14"]["tuned"]
-    pattern = ("recipes", "push_t", "1?", "tuned")
+    rate = figures["recipes"]["push_cube"]["14"]["tuned"]
+    pattern = ("recipes", "push_cube", "1?", "tuned")
     before = results.pooled("recipes", pattern)
     rate["success_rate"], (rate["low"], rate["high"]) = 0.5, wilson(100, 200)
     after = results.pooled("recipes", pattern)
