@@ -10,7 +10,7 @@ import numpy as np
 
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation
 from robopolicy.core.world import Rows
-from sims.arm import GRIPPER_HOLDS, GRIPPER_OPEN, TIP_STEP, parts
+from sims.arm import GRIPPER_HOLDS, GRIPPER_OPEN, TIP_HIGH, TIP_STEP, parts
 from sims.task import Arrays, elements, newest, vector_field
 
 CUBE_HALF = 0.02
@@ -40,6 +40,8 @@ HELD_WITHIN = 0.012
 """Maximum distance of the cube's centre from the tip, in metres, for a grasped cube."""
 RELEASED = GRIPPER_HOLDS + 0.15
 """Gripper angle, in radians, beyond which the jaws release a cube."""
+HOVER = 0.055
+"""Height of the tip over the cube's centre, in metres, at which a hand approaches a cube."""
 
 
 def rotation_columns(quaternion: np.ndarray) -> np.ndarray:
@@ -112,7 +114,7 @@ def length(vector: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class PlaceExpert:
     """Picks the cube up and places it at the goal; it depends only on the current observation, so it recovers from any
-    disturbance.
+    disturbance. `recover` goes back to where demonstrations approach the cube, or carry it.
 
     carry_height: height of the tip while the cube is carried, m; precision: horizontal error at which lowering starts,
     m.
@@ -131,15 +133,7 @@ class PlaceExpert:
         cube = environment[:, CUBE]
         to_cube = environment[:, TO_CUBE]
         to_goal = environment[:, TO_GOAL]
-        # Where the cube is: between the jaws (a box about the tip, metres), at the goal, or held by closed jaws.
-        between = (
-            (np.abs(to_cube[:, 0]) < 0.015)
-            & (to_cube[:, 1] > -0.014)
-            & (to_cube[:, 1] < 0.018)
-            & (np.abs(to_cube[:, 2]) < 0.015)
-        )
-        at_goal = (length(to_goal[:, :2]) < 1.5 * self.precision) & (np.abs(to_goal[:, 2]) < 0.006)
-        is_held = between & (arm["gripper"] < GRIPPER_HOLDS + 0.06) & ~at_goal
+        between, at_goal, is_held = self._places(arm["gripper"], to_cube, to_goal)
         # Where the tip is to go, later lines overruling earlier ones: carry a held cube, else approach; wait while the
         # jaws close on the cube; at the goal wait while they open, then rise.
         tip = np.where(is_held[:, None], self._carry(arm["tip"], to_goal), _approach(arm["tip"], cube))
@@ -150,6 +144,41 @@ class PlaceExpert:
         move = np.clip((tip - arm["tip_target"]) / TIP_STEP, -1.0, 1.0)
         gripper = np.where(between & ~at_goal, -1.0, 1.0)
         return np.concatenate([move, gripper[:, None]], axis=1)
+
+    def recover(self, observation: Observation) -> np.ndarray:
+        """Return actions [B, 4] that lift a held cube, else open the jaws and rise, for an observation [B, H, ...]."""
+        state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
+        arm = parts(state)
+        is_held = self._places(arm["gripper"], environment[:, TO_CUBE], environment[:, TO_GOAL])[2]
+        move = np.zeros_like(arm["tip_target"])
+        move[:, 2] = np.clip((self._height(environment, is_held) - arm["tip_target"][:, 2]) / TIP_STEP, 0.0, 1.0)
+        return np.concatenate([move, np.where(is_held, -1.0, 1.0)[:, None]], axis=1)
+
+    def recovered(self, observation: Observation) -> np.ndarray:
+        """Return whether the cube can be approached, or carried on, [B] bool, for an observation [B, H, ...]."""
+        state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
+        arm = parts(state)
+        is_held = self._places(arm["gripper"], environment[:, TO_CUBE], environment[:, TO_GOAL])[2]
+        is_up = arm["tip"][:, 2] > self._height(environment, is_held) - 0.01
+        return is_up & (is_held | (arm["gripper"] > RELEASED))
+
+    def _height(self, environment: np.ndarray, is_held: np.ndarray) -> np.ndarray:
+        """Return the height [B] to which a hand goes back: that of carrying, or of hovering over the cube, m."""
+        hovering = np.minimum(environment[:, CUBE][:, 2] + HOVER, TIP_HIGH[2])
+        return np.where(is_held, self.carry_height, hovering)
+
+    def _places(
+        self, gripper: np.ndarray, to_cube: np.ndarray, to_goal: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return whether the cube is between the jaws (a box about the tip, m), at the goal, held, [B] bool each."""
+        between = (
+            (np.abs(to_cube[:, 0]) < 0.015)
+            & (to_cube[:, 1] > -0.014)
+            & (to_cube[:, 1] < 0.018)
+            & (np.abs(to_cube[:, 2]) < 0.015)
+        )
+        at_goal = (length(to_goal[:, :2]) < 1.5 * self.precision) & (np.abs(to_goal[:, 2]) < 0.006)
+        return between, at_goal, between & (gripper < GRIPPER_HOLDS + 0.06) & ~at_goal
 
     def _carry(self, tip: np.ndarray, to_goal: np.ndarray) -> np.ndarray:
         """Move up, across once the cube clears its support, then down: tip targets [B, 3], all [B, 3] m."""
@@ -165,5 +194,5 @@ def _approach(tip: np.ndarray, cube: np.ndarray) -> np.ndarray:
     """Hover over the cube with clearance for the fixed jaw, then descend: tip targets [B, 3] from two [B, 3], m."""
     target = cube - np.array([0.0, 0.008, 0.0])
     is_aside = length(target[:, :2] - tip[:, :2]) > 0.008
-    target[:, 2] += np.where(is_aside, 0.055, 0.0)
+    target[:, 2] += np.where(is_aside, HOVER, 0.0)
     return target

@@ -204,17 +204,53 @@ def test_libero_composes_and_its_table_compares_what_it_trained(tmp_path: Path):
 
 def test_armada_calls_one_operator_to_the_policy_of_each_round_by_a_detector_of_its_own(tmp_path: Path):
     stages = stages_of(compose(["recipe=armada", "run.seed=3"]), tmp_path)
-    assert [verb for verb, _ in stages.values()] == ["collect", "train", *["detect", "collect", "train"] * 3]
-    train, seeds, data = tmp_path / "train", set(), []
-    for number, policy in enumerate(("base", "round_1", "round_2"), 1):
+    assert [verb for verb, _ in stages.values()] == ["collect", "train", *["detect", "collect", "train", "gate"] * 3]
+    seeds, data, acting = set(), [], tmp_path / "train/base/3"
+    for number in (1, 2, 3):
         watch, helped = stages[f"watch_{number}"][1], stages[f"help_{number}"][1]
-        assert watch.detect.policy == helped.collect.policy == train / policy / "3" / "checkpoint"
-        assert helped.collect.correct.detector == train / policy / "3" / "detectors" / "float"
+        learned, gate = stages[f"round_{number}"][1], stages[f"gate_{number}"][1]
+        policies = watch.detect.policy, helped.collect.policy, learned.train.policy, gate.gate.incumbent
+        assert set(policies) == {acting / "checkpoint"}
+        assert helped.collect.correct.detector == watch.detect.output / "float" == acting / "detectors/float"
         assert helped.collect.correct.operators == 1 and helped.world.batch_size == 8
+        assert gate.gate.candidate == tmp_path / f"train/round_{number}/3/checkpoint"
         seeds.add(helped.run.seed)
         data.append(tmp_path / "collect" / f"help_{number}" / str(helped.run.seed) / "dataset")
-        assert stages[f"round_{number}"][1].train.extra_datasets == tuple(data)
+        assert learned.train.extra_datasets == tuple(data)
+        acting = tmp_path / f"gate/gate_{number}/3"
     assert len(seeds) == 3
+
+
+ROUNDS = [*TINY[1:], "train.fit.steps=100"]
+SMALLER = {
+    "watch": "detect.episodes=24",
+    "help": "collect.episodes=8",
+    "round": "train.fit.steps=4",
+    "gate": "gate.num_states=8",
+}
+
+
+def test_armada_goes_three_rounds_and_leaves_a_link_to_the_policy_that_acts(tmp_path: Path):
+    changes = [
+        f"pipeline.changes.{stage}_{number}=['{setting}']" for number in (1, 2, 3) for stage, setting in SMALLER.items()
+    ]
+    overrides = ",".join(repr(each) for each in ROUNDS)
+    asked = ["pipeline", "recipe=armada", "pipeline.recipe=reach_planar", f"pipeline.overrides=[{overrides}]", *changes]
+    asked += [f"run.root={tmp_path}", "run.threads=1"]
+    assert main(asked) == 0
+    folder = tmp_path / "pipeline/reach_planar/0"
+    verdicts, acting = [], folder / "train/base/0/checkpoint"
+    for number in (1, 2, 3):
+        gate = folder / f"gate/gate_{number}/0"
+        verdicts.append(json.loads((gate / "result.json").read_text())["gate"]["accepted"])
+        acting = folder / f"train/round_{number}/0/checkpoint" if verdicts[-1] else acting
+        assert (gate / "checkpoint").is_symlink() and (gate / "checkpoint").resolve() == acting.resolve()
+        counts = json.loads((folder / f"collect/help_{number}/100{number}0/result.json").read_text())["interventions"]
+        assert counts["takeovers"] >= counts["episodes"] >= 0
+    watched = (folder / "detect/watch_1/0/result.json").stat().st_mtime_ns
+    (folder / "result.json").unlink()
+    assert main(asked) == 0  # nothing is done twice, not even what always starts over by itself
+    assert (folder / "detect/watch_1/0/result.json").stat().st_mtime_ns == watched
 
 
 @pytest.mark.parametrize("task", ["push_t", "pick_place"])

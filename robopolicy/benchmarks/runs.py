@@ -128,7 +128,10 @@ Token policies need more than the dozen demonstrations of pick_place. hundred_st
 hidden_words: words are dropped at random, so that a policy tolerates words that it never saw.
 """
 
-RECIPES = {"push_cube_moving": ("recipe=push_cube", "world.name=push_cube_moving")}
+RECIPES = {
+    "push_cube_moving": ("recipe=push_cube", "world.name=push_cube_moving"),
+    "stack": ("recipe=pick_place", "world.name=stack", "collect.episodes=40"),
+}
 """Settings of tasks that have no recipe of their own."""
 
 FORMER_PPO = {

@@ -21,11 +21,25 @@ class CorrectConfig(AssistConfig):
     """Folder of a calibrated failure detector (`robopolicy detect`), such as detectors/float, whose alarm calls the
     operator. The parent folder stands for all detectors in it, of which any alarm counts.
     """
+    recover_steps: Natural = 0
+    """Most control steps of a turn in which the expert first goes back to where it can try again (RaC), 0 for none. It
+    ends earlier once the expert says so, or in a state of recover_data.
+    """
+    recover_data: Path | None = None
+    """Demonstrations (LeRobotDataset): the recovery ends in a state of one of them, if it is no later there than the
+    state at the takeover.
+    """
+    frames: Natural = 0
+    """Control steps of operators, recoveries included, after which no further episode begins; 0 for no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rewind == "adaptive" and self.detector is None:
             raise ConfigError("collect.correct.rewind=adaptive needs a detector: set collect.correct.detector=FOLDER.")
+        if min(self.recover_steps, self.frames) < 0:
+            raise ConfigError("collect.correct.recover_steps and collect.correct.frames must be at least 0.")
+        if self.recover_data is not None and not self.recover_steps:
+            raise ConfigError("collect.correct.recover_data ends recoveries: set collect.correct.recover_steps=20.")
 
     @property
     def wanted(self) -> bool:

@@ -1,8 +1,9 @@
 """A policy that operators correct when an alarm calls them, as an actor for recording (`AssistedPolicy`).
 
-By default there is an operator for every row, and control never returns to the policy: the operator recovers, corrects,
-and the episode ends (RaC, Hu et al. 2025, arXiv:2509.07953). With fewer operators rows wait in a queue, and with
-`operator_steps` control goes back to the policy (ARMADA, arXiv:2510.02298). Axes: B row, A action dimension.
+By default there is an operator for every row, and control never returns to the policy: the operator recovers (with
+`recover_steps`), corrects, and the episode ends (RaC, Hu et al. 2025, arXiv:2509.07953). With fewer operators rows wait
+in a queue, and with `operator_steps` control goes back to the policy (ARMADA, arXiv:2510.02298). Axes: B row, A action
+dimension.
 """
 
 from collections.abc import Sequence
@@ -11,16 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from robopolicy.core.arrays import Array
+from robopolicy.core.arrays import Array, integers
+from robopolicy.core.errors import DataError
 from robopolicy.core.origin import prefix_errors
 from robopolicy.core.player import PlayedStep, PolicyActor
 from robopolicy.core.policy import Policy
-from robopolicy.core.spec import Observation, WorldSpec, require_fit
+from robopolicy.core.spec import IMAGE_PREFIX, Observation, WorldSpec, require_fit
 from robopolicy.core.world import Rows
 from robopolicy.data.configuration import CorrectConfig
+from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.operators.alarms import Alarm, Alarms, counting_alarms
 from robopolicy.operators.assistance import Turn, assisted
 from robopolicy.operators.operator import Operator
+from robopolicy.operators.recovery import FamiliarStates, RecoveringOperator
 from robopolicy.operators.shared_control import Mode
 
 
@@ -87,3 +91,21 @@ class AssistedPolicy:
         self.alarms.watch(step.reward[:, 0], played.info.actor, played.running, step.ended)
         if played.ended.any():
             self.assistance.end(np.flatnonzero(played.ended))
+
+
+def with_recovery(
+    operator: Operator, controller: object, config: CorrectConfig, spec: WorldSpec, rows: int
+) -> RecoveringOperator:
+    """Return the operator, before whose corrections `controller` goes back, for at most `config.recover_steps`.
+
+    Raises ConfigError for a controller that cannot go back, DataError for demonstrations without fields of the world.
+    """
+    keys = tuple(key for key in spec.observation if not key.startswith(IMAGE_PREFIX))
+    familiar = None
+    if config.recover_data is not None:
+        episodes = read_dataset(config.recover_data, cameras=())
+        if missing_keys := [key for key in keys if key not in episodes.observation]:
+            raise DataError(f"collect.correct.recover_data={config.recover_data} lacks '{missing_keys[0]}'.")
+        frames = torch.cat([episodes.observation[key].flatten(1) for key in keys], 1)
+        familiar = FamiliarStates([each.numpy() for each in frames.split(integers(episodes.lengths + 1))])
+    return RecoveringOperator(operator, controller, rows, config.recover_steps, familiar, keys)

@@ -1,5 +1,6 @@
 """Record demonstrations and rollouts: run a controller or a policy in a world, one seed per episode."""
 
+import itertools
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch import Tensor
 from robopolicy.core.action_bounds import OutsideBounds, clip_if_bounded, union_of_bounds, widen_bounds
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, RobopolicyNote
+from robopolicy.core.interventions import Segment
 from robopolicy.core.player import Actor, PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.progress import progress
@@ -21,7 +23,7 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
 from robopolicy.core.world import Controller, Step, World, begin_episodes
 from robopolicy.data.chains import Chains, chain_of
 from robopolicy.data.configuration import CorrectConfig
-from robopolicy.data.corrections import AssistedPolicy
+from robopolicy.data.corrections import AssistedPolicy, with_recovery
 from robopolicy.data.lookahead import LookaheadController
 from robopolicy.data.recording_cache import Recording, RecordingCache, from_arrays, to_arrays
 from robopolicy.operators.alarms import Alarm
@@ -138,9 +140,11 @@ def record_corrected(
 
     Raises ConfigError when actions to be undone have no range, in addition to the errors of `record`.
     """
-    operator = ScriptedOperator(Site(world.spec.action, world.spec.fps, world.batch_size, lambda: expert))
+    operator: Operator = ScriptedOperator(Site(world.spec.action, world.spec.fps, world.batch_size, lambda: expert))
+    if config.recover_steps:
+        operator = with_recovery(operator, expert, config, world.spec, world.batch_size)
     actor = corrected(world, policy, operator, config, generator)
-    return record_with(Recorder(world, lambda _: actor, generator), seeds, kept=kept)
+    return record_with(Recorder(world, lambda _: actor, generator), seeds, kept=kept, frames=config.frames)
 
 
 def record_with(
@@ -150,14 +154,19 @@ def record_with(
     successes_only: bool = False,
     kept: RecordingCache | None = None,
     recorders: Recorders | None = None,
+    frames: int = 0,
 ) -> Episodes:
-    """Record the episodes of `seeds` [E] as `record` does, in this process or with equal `recorders` on workers."""
+    """Record the episodes of `seeds` [E] as `record` does, in this process or with equal `recorders` on workers.
+
+    frames: control steps of operators after which no further episode begins, 0 for no limit. Returned are the first
+    episodes that together have as many, or all if they have less.
+    """
     positions = np.array(range(len(seeds)) if kept is None else kept.left(len(seeds)), dtype=np.int64)
     actor, labels = recorder.actor(positions), _labels(recorder.teacher, recorder.generator)
-    options = {"teacher": labels, "kept": kept, "recorders": recorders}
+    options = {"teacher": labels, "kept": kept, "recorders": recorders, "frames": frames}
     draws, deterministic = recorder.generator, recorder.deterministic
     takes = _play(recorder.world, actor, seeds, None, successes_only, draws, deterministic, **options)
-    return _gather(takes, recorder.world.spec, None, successes_only)
+    return _gather(takes, recorder.world.spec, takes.within(frames) if frames else None, successes_only)
 
 
 def corrected(
@@ -193,8 +202,11 @@ def _play(
     teacher: Actor[Any] | None = None,
     kept: RecordingCache | None = None,
     recorders: Recorders | None = None,
+    frames: int = 0,
 ) -> "_Takes":
-    """Run episodes as described in `record`; chains: store every denoising chain; teacher: labels every step."""
+    """Run episodes as described in `record`; chains: store every denoising chain; teacher: labels every step; frames:
+    control steps of operators after which no further episode begins, 0 for no limit.
+    """
     spec = world.spec
     seeds = np.asarray(seeds, dtype=np.int64)
     target = len(seeds) if episodes is None else episodes
@@ -206,9 +218,13 @@ def _play(
         raise ConfigError(f"'{spec.name}' does not report success, so successes_only would discard every episode.")
     generator = torch.Generator() if generator is None else generator
     takes = _Takes(world, seeds, chains, teacher, kept)
+    if frames and max(takes.operated(), default=0) >= frames:
+        return takes
     exact = episodes is None and not successes_only
 
     def wanted(running: int) -> bool:
+        if frames and max(takes.operated(), default=0) >= frames:
+            return False
         pending = takes.successes if successes_only else takes.finished
         return exact or pending + running < target
 
@@ -324,6 +340,16 @@ class _Takes:
         self.finished, self.successes = len(self.done), sum(item.success[-1] for item in self.done.values())
         self.waiting = list(range(len(seeds))) if kept is None else kept.left(len(seeds))
 
+    def operated(self) -> list[int]:
+        """Return the sums of control steps of operators in the first episodes, as far as all before have finished."""
+        finished = itertools.takewhile(lambda position: position in self.done, range(len(self.seeds)))
+        return list(itertools.accumulate(_operated(self.done[position]) for position in finished))
+
+    def within(self, frames: int) -> int:
+        """Return how many of the first episodes have this many control steps of operators, at most all."""
+        sums = self.operated()
+        return min(sum(each < frames for each in sums) + 1, len(sums))
+
     def begin(self, player: Player[Any]) -> None:
         """Start the first episodes in the rows of `player`."""
         self.player = player
@@ -392,6 +418,11 @@ class _Takes:
             frames = {key: [observation[key][row, -1:].copy()] for key in self.player.world.spec.observation}
             task = str(observation[TASK][row]) if TASK in observation else ""
             self.current[row] = Recording(self.waiting.pop(0), task, frames)
+
+
+def _operated(recording: Recording) -> int:
+    """Return the number of control steps in which an operator recovered or corrected."""
+    return sum(segment >= Segment.RECOVER for _, segment in recording.turns)
 
 
 def _append(recording: Recording, step: Step, actions: np.ndarray, row: int, spec: WorldSpec) -> None:

@@ -22,6 +22,7 @@ from robopolicy.operators.axes import AxesOperator
 from robopolicy.operators.configuration import AssistConfig
 from robopolicy.operators.operator import Operator
 from robopolicy.operators.paths import Paths
+from robopolicy.operators.recovery import RecoveringOperator
 from robopolicy.operators.shared_control import Mode, SharedControl
 
 
@@ -166,7 +167,10 @@ class Assistance(Team):
                 )
                 given_mask = np.isfinite(operator_actions).all(1)
                 actions[rows[given_mask]] = operator_actions[given_mask]
-                actor[rows[given_mask]], segment[rows[given_mask]] = operator.agent, Segment.CORRECT
+                actor[rows[given_mask]] = operator.agent
+                segment[rows[given_mask]] = Segment.CORRECT
+                if isinstance(operator, RecoveringOperator):
+                    segment[rows[given_mask & operator.recovers(rows)]] = Segment.RECOVER
                 self._steps[rows] += 1
             for row in np.flatnonzero(modes == Mode.REWINDING):
                 actions[row] = self.paths.undo(row)

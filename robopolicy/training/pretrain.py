@@ -16,7 +16,7 @@ from robopolicy.core import replicas
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.finite_values import require_finite_columns
-from robopolicy.core.interventions import imitation_mask
+from robopolicy.core.interventions import imitation_mask, imitation_weights
 from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.policy import LearnsFromCondition, Trainable
 from robopolicy.core.progress import progress
@@ -37,18 +37,25 @@ AT_ONCE = 64
 
 
 def pretrain(
-    policy: Trainable, episodes: Episodes, config: PretrainConfig, run: RunFolder | None = None, *, seed: int = 0
+    policy: Trainable,
+    episodes: Episodes,
+    config: PretrainConfig,
+    run: RunFolder | None = None,
+    *,
+    seed: int = 0,
+    shares: Mapping[str, float] | None = None,
 ) -> FitResult:
     """Fit `policy` to `episodes` and save it to the run's checkpoint folder.
 
     A killed run resumes from its resume point with a bit-identical result. The policy ends in evaluation mode, with
-    averaged weights. seed: root of the batch sampling and of the noise. Raises DataError when the training data
-    contains NaN or infinity, ConfigError for a precision that policy or processor do not support.
+    averaged weights. seed: root of the batch sampling and of the noise; shares: of the samples, by kind of step
+    (`core.interventions.KINDS`). Raises DataError when the training data contains NaN or infinity, ConfigError for a
+    precision that policy or processor do not support.
     """
     require_finite_columns(episodes.to_imitate(), policy.spec.observation)
     head = build_state_head(policy, episodes, config, seed) if config.auxiliary_keys else None
     generators = Generators(seed, next(policy.parameters()).device)
-    result = imitate(policy, [episodes], config, generators, run, "Behaviour cloning", head=head)
+    result = imitate(policy, [episodes], config, generators, run, "Behaviour cloning", head=head, shares=shares)
     if run is not None and replicas.leads():
         policy.save(run.checkpoint)
     return result
@@ -63,19 +70,20 @@ def imitate(
     label: str,
     read: list[dict[str, Tensor]] | None = None,
     head: FieldHead | None = None,
+    shares: Mapping[str, float] | None = None,
 ) -> FitResult:
     """Fit `policy` to all episodes of `parts` with the settings of config; `label` names the progress bar.
 
     read: cached conditions of the first parts (config.cache_encoder_outputs), [N, ...] by name; those of the other
-    parts are appended. head: predicts config.auxiliary_keys from the policy's features, and is trained with it. Raises
-    as `pretrain`.
+    parts are appended. head: predicts config.auxiliary_keys from the policy's features, and is trained with it; shares:
+    as in `pretrain`, as are the errors.
     """
     require_lowering(policy, config.precision)
     device, read = next(policy.parameters()).device, [] if read is None else read
     if config.cache_encoder_outputs:  # part by part, as when nobody killed the run
         read += [read_once(policy, part.to(device), config.precision) for part in parts[len(read) :]]
     episodes = (parts[0] if len(parts) == 1 else Episodes.concatenate(parts)).to(device)
-    batches = regression_batches(policy, episodes, config.batch_size, generators["batches"], read)
+    batches = regression_batches(policy, episodes, config.batch_size, generators["batches"], read, shares)
     model: Regressor = policy
     if head is not None:
         head.fit_units(episodes)
@@ -90,13 +98,15 @@ def regression_batches(
     batch_size: int,
     generator: torch.Generator,
     read: Sequence[Mapping[str, Tensor]] = (),
+    shares: Mapping[str, float] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield random batches of `episodes` for `policy.loss` indefinitely; the only state is `generator`.
 
     If the episodes contain teacher labels, every step is trained on them, whoever acted. If they record who acted,
     steps not worth imitating are neither sampled nor predicted. read: cached encoder outputs of all steps, one per part
-    (`read_once`); without it, observations are encoded in every batch. Raises DataError when no step is worth
-    imitating.
+    (`read_once`); without it, observations are encoded in every batch; shares: of the samples, by kind of step, see
+    `core.interventions.sampling_shares`. Raises DataError when no step is worth imitating, and for shares of data that
+    does not record who acted.
     """
     spec = policy.spec
     device = next(policy.parameters()).device
@@ -105,10 +115,15 @@ def regression_batches(
     data = (episodes if labels is not None else episodes.to_imitate()).to(device)
     worth = imitation_mask(data) if labels is None else None
     columns = () if read else spec.columns
+    if shares and worth is None:
+        raise DataError(
+            "train.shares distinguishes who acted, which this data does not record: add corrections "
+            "(collect.correct) with train.extra_datasets, or unset train.shares."
+        )
     if labels is not None:
         batches = _labelled_batches(data, labels.to(device), spec, batch_size, generator, columns)
     elif worth is not None:
-        batches = _worthy_batches(data, worth, spec, batch_size, generator, columns)
+        batches = _worthy_batches(data, worth, spec, batch_size, generator, columns, shares or {})
     else:
         batches = data.sampler(spec.history, spec.prediction, batch_size, generator, keys=columns)
     if isinstance(policy, PredictsFromPast) and policy.past_steps:
@@ -156,10 +171,13 @@ def _worthy_batches(
     size: int,
     generator: torch.Generator,
     columns: Sequence[str],
+    shares: Mapping[str, float],
 ) -> Iterator[dict[str, Any]]:
     """Yield batches as `Episodes.sampler` does that start at steps in `worth` [N] bool, valid up to the first step that
-    is not.
+    is not; shares: of the samples by kind of step, {} for equal probabilities. Kinds without a share are not imitated.
     """
+    weights = imitation_weights(data, worth, shares).to(generator.device) if shares else None
+    worth = worth if weights is None else weights.to(data.device) > 0
     among = worth.nonzero()[:, 0]
     if not len(among):
         raise DataError(
@@ -168,8 +186,11 @@ def _worthy_batches(
         )
     offsets = torch.arange(spec.prediction, device=data.device)
     while True:
-        indices = torch.randint(len(among), (size,), generator=generator, device=generator.device)
-        steps = among[indices.to(data.device)]
+        if weights is None:
+            indices = torch.randint(len(among), (size,), generator=generator, device=generator.device)
+            steps = among[indices.to(data.device)]
+        else:
+            steps = torch.multinomial(weights, size, replacement=True, generator=generator).to(data.device)
         batch = data.windows(steps, spec.history, spec.prediction, columns)
         # cumprod: from the first unworthy step on nothing of the chunk is imitated, even what is worthy again later.
         worthy_mask = worth[(steps[:, None] + offsets).clamp(max=len(worth) - 1)].long().cumprod(1).bool()

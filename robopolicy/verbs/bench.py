@@ -39,6 +39,8 @@ Recorded data:
 - offline: each offline method on the policy's own log; staged rollout with a minimum success rate; operator
   corrections.
 - online: learning within 100,000 environment steps, by critics or PPO, and the initial drop in success.
+- corrections: recovery and correction, HG-DAgger and fresh demonstrations at equal steps of operators; eight robots
+  that share one operator, round by round.
 - gate: acceptance of good candidates and of bad ones built to deceive evaluators, and the same policy without a gate.
 
 Removed benchmarks, with their results and the last commit of their code in robopolicy/benchmarks/README.md: precision,
@@ -120,6 +122,7 @@ BENCHMARKS = Registry(
             "video",
             "offline",
             "online",
+            "corrections",
             "gate",
             "rl100",
             "inference",

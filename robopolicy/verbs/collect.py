@@ -8,9 +8,10 @@ Finished episodes are saved at once, so an interrupted run plays only the missin
 plans with a world model; plan.uncertainty above 0 prefers actions where the model is uncertain. collect.chains=true
 also records the policy's denoising chains (for gate.evaluators=[importance]). collect.correct.no_progress_steps=20 lets
 the expert (or collect.controller, or another collect.correct.operator) take over after 20 steps without progress: it
-undoes the last steps (collect.correct.rewind=10) and completes the task. collect.correct.detector=FOLDER calls it when
-a failure detector alarms, collect.correct.operators=1 lets all rows share one, and operator_steps hands back. Every
-step records the agent that acted; train and offline use this.
+goes back to where it can try again (collect.correct.recover_steps=20), or undoes the last steps
+(collect.correct.rewind=10), and completes the task. collect.correct.detector=FOLDER calls it when a failure detector
+alarms, collect.correct.operators=1 lets all rows share one, operator_steps hands back, and frames is a budget of their
+steps. Every step records the agent that acted; train and offline use this.
 collect.label_policy=expert stores the noise-free expert's action for every step, as complete chunks if the world has
 snapshots. collect.label_policy=TEACHER stores another policy's actions in the states that collect.policy=STUDENT
 visits; train imitates these actions. workers.count=N records batches of world.batch_size episodes in N processes, with
@@ -42,6 +43,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.spec import require_fit
 from robopolicy.core.world import Controller, World
+from robopolicy.data.corrections import with_recovery
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.lookahead import LookaheadController
 from robopolicy.data.quality import Quality
@@ -55,6 +57,7 @@ from robopolicy.runs import finish, finished, open_run, output
 from robopolicy.verbs.graded import record_graded, recorder_of
 from robopolicy.verbs.unfinished import Unfinished
 from robopolicy.verbs.verb import Verb
+from sims.controllers import NamedController
 
 VERB = Verb(
     summary="Record demonstrations as a LeRobotDataset",
@@ -230,6 +233,10 @@ def corrected_recorder(config: Config) -> Recorder:
         lambda: build_controller(config.world, world, section.controller),
     )
     operator = make_operator(correct.operator, site, correct.operator_options)
+    if correct.recover_steps:
+        expert = build_controller(config.world, world, section.controller)
+        expert = expert.inner if isinstance(expert, NamedController) else expert
+        operator = with_recovery(operator, expert, correct, world.spec, world.batch_size)
     alarms = [] if correct.detector is None else [_detector_alarm(config, correct.detector, policy, world, device)]
     generator = Generators(config.run.seed, device)["act"]
     return Recorder(world, lambda _: corrected(world, policy, operator, correct, generator, alarms), generator)
@@ -249,7 +256,8 @@ def collect_corrected(config: Config, unfinished: Unfinished, workers: Workers) 
     recorder, count = corrected_recorder(config), config.collect.episodes
     seeds = episode_seeds(config.run.seed, "collect/0", count)
     elsewhere = workers.recorders("robopolicy.verbs.collect:corrected_recorder")
-    episodes = record_with(recorder, seeds, kept=unfinished.part("corrected", count), recorders=elsewhere)
+    cache, frames = unfinished.part("corrected", count), config.collect.correct.frames
+    episodes = record_with(recorder, seeds, kept=cache, recorders=elsewhere, frames=frames)
     recorder.close()
     return episodes
 

@@ -8,8 +8,12 @@ lower bound of its improvement, by the bootstrap and by Student's t, exceeds gat
 of fqe and critic are rejected as not credible if they exceed those of nine of ten recorded successes. Trials (world)
 with the success of a classifier, world.success=PATH, are refused if it accepts more failures than it claims.
 workers.count=N plays the episodes in world models in N processes, with equal results. Exit status 0: accepted, 1:
-rejected.
+rejected. `checkpoint` in the run folder is a link to the policy that may act now: the candidate if it was accepted,
+else the incumbent.
 """
+
+import os
+from pathlib import Path
 
 from robopolicy.building.evaluators import (
     Elsewhere,
@@ -25,7 +29,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.evaluation.gate import Gate
 from robopolicy.evaluation.report import report_for_run
-from robopolicy.policies.loading import weights_hash
+from robopolicy.policies.loading import checkpoint_in, weights_hash
 from robopolicy.runs import finish, open_fresh_run, output
 from robopolicy.verbs.verb import Verb
 
@@ -54,7 +58,16 @@ def run(config: Config) -> int:
     warn_of_divergence(judges)
     output.print(verdict.line("the candidate"))
     warn_of_critics_alone(section, verdict.accepted)
+    link_to(checkpoint_in(section.candidate if verdict.accepted else section.incumbent), folder.checkpoint)
     weights = weights_hash(section.candidate)
     finish(config, folder, {"gate": verdict.to_json(), "candidate_weights": weights, **clipped_fraction(judges)})
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0 if verdict.accepted else 1
+
+
+def link_to(checkpoint: Path, place: Path) -> None:
+    """Make `place` a relative link to a checkpoint, at once: whoever serves it finds the old one or the new one."""
+    new = place.with_name(f"{place.name}.new")
+    new.unlink(missing_ok=True)
+    new.symlink_to(os.path.relpath(checkpoint.resolve(), place.parent.resolve()))
+    new.replace(place)

@@ -47,6 +47,8 @@ def run(config: Config) -> int:
     seconds = folder.path / "seconds.json"
     seconds_of: dict[str, float] = read_object(seconds) if seconds.exists() else {}
     for name, (verb, settings) in stages.items():
+        if name in seconds_of and finished(RunFolder(run_path(settings, verb))) is not None:
+            continue
         output.print(Rule(f"[bold]{name}: robopolicy {verb}", align="left"))
         began = time.perf_counter()
         VERBS.load(verb)(settings)

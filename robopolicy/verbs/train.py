@@ -5,7 +5,8 @@ failures and rewards (collect.noise=[low,high]), and is evaluated with and witho
 treats data with several instructions as one task, unless policy.text_encoder=words conditions it on them;
 policy.kind=token always reads them. train.encoder=CHECKPOINT (a decoder-free world model) makes the policy read its
 latent, so that `imagine` can fine-tune it there; its checkpoint contains both. train.policy=CHECKPOINT run.name=NAME
-continues training a robopolicy policy, with more steps or other data. If interrupted, run the same command again: it
+continues training a robopolicy policy, with more steps or other data, such as corrections, whose share of the samples
+is set by train.shares. If interrupted, run the same command again: it
 resumes and gives the same result. train.evaluate_episodes=0 skips the evaluation.
 """
 
@@ -88,7 +89,7 @@ def run(config: Config) -> int:
     reading = print_reading(
         config, (data, *config.train.extra_datasets), renaming, recorded_episodes, acting_policy.spec, reads_text
     )
-    print_targets(episodes, policy)
+    print_targets(episodes, policy, config.train.shares)
     count = config.train.evaluate_episodes
     data_origin = with_latency_options(recorded_origin(data), config.world.options)
     world: World | None = None
@@ -157,7 +158,7 @@ def print_reading(
     return reading
 
 
-def print_targets(episodes: Episodes, policy: Trainable) -> None:
+def print_targets(episodes: Episodes, policy: Trainable, shares: Mapping[str, float]) -> None:
     """Print which actions are learned, when they are a teacher's or a person's instead of the executed ones."""
     if episodes.labels is not None and not isinstance(policy, Staged):  # which also learns what actions lead to
         output.print("Training targets: the teacher's actions (label.action), not the executed ones.")
@@ -168,7 +169,9 @@ def print_targets(episodes: Episodes, policy: Trainable) -> None:
                 "not trained."
             )
     elif label_length := interventions_in_words(episodes):
-        output.print(f"{label_length}.\n{imitated_in_words(episodes, isinstance(policy, Staged))}.", soft_wrap=True)
+        output.print(
+            f"{label_length}.\n{imitated_in_words(episodes, isinstance(policy, Staged), shares)}.", soft_wrap=True
+        )
 
 
 def continued(config: Config, path: Path, device: torch.device | str = "cpu") -> Trainable:
@@ -256,9 +259,12 @@ def print_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:
 def learn(config: Config, policy: Trainable, episodes: Episodes, folder: RunFolder) -> FitResult:
     """Train the policy, save it, and return the training result."""
     if not isinstance(policy, Staged):
-        return pretrain(policy, episodes, narrowed(PretrainConfig, config.train), folder, seed=config.run.seed)
+        learning, shares = narrowed(PretrainConfig, config.train), config.train.shares
+        return pretrain(policy, episodes, learning, folder, seed=config.run.seed, shares=shares)
     settings = [
-        name for name in ("micro_batch", "cache_encoder_outputs", "auxiliary_keys") if getattr(config.train, name)
+        name
+        for name in ("micro_batch", "cache_encoder_outputs", "auxiliary_keys", "shares")
+        if getattr(config.train, name)
     ]
     if settings:
         listing = ", ".join(f"train.{name}={getattr(config.train, name)}" for name in settings)

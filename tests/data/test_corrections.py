@@ -14,19 +14,23 @@ from robopolicy.configuration.sections.recorded import CollectSection
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.interventions import (
+    KINDS,
     before_intervention,
     imitated_in_words,
     imitation_mask,
     intervention_counts,
     interventions_in_words,
+    kinds_of_steps,
     last_step_of_turn,
+    sampling_shares,
 )
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
 from robopolicy.core.world import Step
 from robopolicy.data.configuration import CorrectConfig
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
-from robopolicy.data.record import record_corrected
+from robopolicy.data.record import record, record_corrected
+from robopolicy.operators.recovery import FamiliarStates
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.decisions import recorded_decisions
@@ -79,7 +83,8 @@ def test_recoveries_corrections_and_own_successes_are_imitated_and_never_what_le
         "Interventions: in 1 of 4 episodes; 1 steps recover, 2 correct, 2 of the policy's own steps led to an "
         "intervention"
     )
-    assert intervention_counts(data) == {"episodes": 1, "takeovers": 1, "steps": 3, "waiting_steps": 0}
+    counts = {"episodes": 1, "takeovers": 1, "steps": 3, "recovering_steps": 1, "waiting_steps": 0}
+    assert intervention_counts(data) == counts
     assert intervention_counts(replace(data, actor=None, segment=None)) == {}
     assert "Imitates 9 of 14 steps" in imitated_in_words(data) and "excluded: 5" in imitated_in_words(data)
 
@@ -248,6 +253,133 @@ def test_an_operator_goes_back_does_it_right_and_the_episode_ends():
     assert bool(data.success.all())
 
 
+class Returner(Expert):
+    """Goes back to 0.1, and then walks on."""
+
+    def recover(self, observation):
+        return np.full((len(observation[STATE]), self.size), -0.1)
+
+    def recovered(self, observation):
+        return observation[STATE][:, -1, 0] < 0.15
+
+
+def recovering(config: CorrectConfig, expert=None, count=3, rows=3) -> Episodes:
+    world, expert = Line(rows), expert or Returner()
+    return record_corrected(world, Stuck(), expert, range(count), config, generator=torch.Generator())
+
+
+@pytest.mark.checks("RaC")
+def test_recovery_is_a_behaviour_with_an_end_then_comes_the_correction_and_the_episode_ends():
+    # By hand: two chunks lead to 0.4, two steps there make six of the policy; three go back to 0.1, nine lead to 1.
+    config = CorrectConfig(max_policy_steps=6, recover_steps=20)
+    one = recovering(config, count=1)
+    assert one.actions[:, 0].tolist() == pytest.approx([0.1] * 4 + [0.0] * 2 + [-0.1] * 3 + [0.1] * 9)
+    assert flags(one.segment) == [0] * 6 + [1] * 3 + [2] * 9 and flags(one.actor) == [0] * 6 + [2] * 12
+    assert flags(imitation_mask(one)) == [0] * 6 + [1] * 12
+    assert last_step_of_turn(one).tolist() == [5] * 6 + [17] * 12
+    short = recovering(replace(config, recover_steps=2), count=1)  # whoever is not back by then corrects from there
+    assert flags(short.segment) == [0] * 6 + [1] * 2 + [2] * 8
+    assert (
+        flags(recovering(replace(config, max_policy_steps=1), count=1).segment) == [0] + [2] * 9
+    )  # nothing to go back
+    with pytest.raises(ConfigError, match="Expert cannot go back"):
+        recovering(config, expert=Expert())
+
+
+@pytest.mark.checks("RaC")
+def test_of_6_own_3_recovering_and_5_correcting_steps_8_are_imitated_and_no_end_is_worth_nothing():
+    data = episodes(
+        actor=torch.tensor([0] * 6 + [2] * 8),
+        segment=torch.tensor([0] * 6 + [1] * 3 + [2] * 5),
+        lengths=torch.tensor([14]),
+        tasks=("",),
+        observation={STATE: torch.arange(15).float()[:, None] / 20},
+        step_success=torch.zeros(14, dtype=torch.bool),
+        terminated=torch.tensor([False]),
+        final_known=torch.ones(1, dtype=torch.bool),
+    )
+    assert flags(imitation_mask(data)) == [0] * 6 + [1] * 8
+    interface = Interface(FIELDS, ACTION, chunk=4)
+    transitions = recorded_decisions(data, interface, 0.5).transitions
+    assert not transitions.terminated.any()
+    # A decision that begins two steps before the hand-over lasts two, and is worth what comes from there on.
+    assert transitions.decay[4] == 0.25 and transitions.next_state[4, 0] == pytest.approx(0.3)
+
+
+@pytest.mark.checks("RaC")
+def test_a_recovery_ends_in_a_state_that_demonstrations_have_no_later(tmp_path):
+    # Two demonstrations with frames at 0, 0.1, ..., 1 and between; the state 0.4 at the takeover is familiar at once.
+    expert = record(Line(2), Expert(), range(2))
+    write_dataset(expert, tmp_path)
+    config = CorrectConfig(max_policy_steps=6, recover_steps=20, recover_data=tmp_path)
+    assert flags(recovering(config, count=1).segment) == [0] * 6 + [2] * 6
+
+
+def test_states_are_familiar_but_for_the_outer_ones_and_at_no_later_stage():
+    draws = np.random.default_rng(0)
+    walks = [np.cumsum(draws.normal(size=(50, 3)), 0) for _ in range(20)]
+    states = FamiliarStates(walks)
+    others = [states.nearest(each, without=index)[0] for index, each in enumerate(walks)]
+    inside = np.concatenate(others) <= states.bound
+    assert inside.mean() == pytest.approx(0.95, abs=0.001)
+    assert not states.contain(np.full((1, 3), 1e3), np.ones(1))[0]
+    begin, end = walks[3][:1], walks[3][-1:]
+    assert states.contain(begin, np.zeros(1))[0] and states.nearest(end)[1] == 1.0
+    assert states.contain(end, np.ones(1))[0] and not states.contain(end, np.full(1, 0.9))[0]
+    with pytest.raises(DataError, match="two demonstrations or more, and there are 1"):
+        FamiliarStates(walks[:1])
+
+
+def test_a_budget_of_operators_steps_ends_the_recording_however_many_rows_there_are():
+    # By hand: every episode has three recovering and nine correcting steps, so 13 need two of them.
+    config = CorrectConfig(max_policy_steps=6, recover_steps=20, frames=13)
+    for rows in (1, 3):
+        data = recovering(config, count=9, rows=rows)
+        assert len(data) == 2 and int((data.segment > 0).sum()) == 24
+    assert len(recovering(replace(config, frames=12), count=9)) == 1
+    assert len(recovering(replace(config, frames=1000), count=4)) == 4
+
+
+@pytest.mark.checks("RaC")
+@pytest.mark.parametrize(
+    ("counts", "shares", "expected"),
+    [
+        ((60, 20, 10, 10), {"recover": 0.25, "correct": 0.25}, (0.375, 0.125, 0.25, 0.25)),
+        ((60, 20, 0, 20), {"recover": 0.25, "correct": 0.25}, (0.5, 1 / 6, 0.0, 1 / 3)),
+        ((60, 20, 15, 5), {"autonomous": 0.0, "correct": 0.5}, (0.4, 0.0, 0.1, 0.5)),
+        ((60, 20, 10, 10), {}, (0.6, 0.2, 0.1, 0.1)),
+        ((30, 0, 10, 10), {"demonstration": 0.2, "recover": 0.2, "correct": 0.1}, (0.4, 0.0, 0.4, 0.2)),
+    ],
+)
+def test_shares_by_hand(counts, shares, expected):
+    assert tuple(sampling_shares(dict(zip(KINDS, counts, strict=True)), shares).values()) == pytest.approx(expected)
+
+
+@pytest.mark.checks("RaC")
+def test_samples_have_their_shares_and_chunks_end_before_a_kind_without_one():
+    policy = DenoisingPolicy(
+        DenoisingPolicyConfig(chunk=2, prediction_steps=3, width=8, depth=1), FIELDS, ACTION, fps=10
+    )
+    data, draws = episodes(), torch.Generator().manual_seed(0)
+    # To imitate: 2 recovers, 3 and 4 correct, 5 to 8 are the policy's own, 12 and 13 demonstrated.
+    assert kinds_of_steps(data).tolist() == [1, 1, 2, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0, 0]
+    batch = next(
+        regression_batches(policy, data, 4096, draws, shares={"recover": 0.3, "correct": 0.5, "autonomous": 0})
+    )
+    steps = ((batch["actions"][:, 0, 0] + 1) / 2 * 13).round().long()
+    drawn = torch.bincount(steps, minlength=14) / len(steps)
+    expected = torch.tensor([0, 0, 0.3, 0.25, 0.25, 0, 0, 0, 0, 0, 0, 0, 0.1, 0.1])
+    assert drawn.numpy() == pytest.approx(expected.numpy(), abs=0.03)  # four standard deviations are 0.03
+    valid = {int(step): flags(each) for step, each in zip(steps, batch["action_valid"], strict=True)}
+    assert valid[3] == [1, 1, 0] and valid[4] == [1, 0, 0]  # what follows is the policy's own
+    with pytest.raises(DataError, match="does not record"):
+        next(regression_batches(policy, replace(data, actor=None, segment=None), 4, draws, shares={"correct": 0.5}))
+    with pytest.raises(ConfigError, match="no kind of step 'corect'.*'correct'"):
+        next(regression_batches(policy, data, 4, draws, shares={"corect": 0.5}))
+    with pytest.raises(DataError, match="leaves no step"):
+        next(regression_batches(policy, data.select([0]), 4, draws, shares=dict.fromkeys(KINDS, 0.0)))
+
+
 def test_a_budget_ends_the_policys_turn_and_nobody_corrects_without_either():
     data = corrected(CorrectConfig(max_policy_steps=3, rewind=0))
     assert flags(data.select([0]).segment) == [0] * 3 + [2] * 7
@@ -265,7 +397,8 @@ def test_one_operator_serves_three_rows_in_order_while_the_others_hold_still():
         assert one.actions[:, 0].tolist() == pytest.approx([0.1] * 2 + [0.0] * waits + [0.1] * 8)
         assert flags(imitation_mask(one)) == [0] * (2 + waits) + [1] * 8
     assert bool(data.success.all())
-    assert intervention_counts(data) == {"episodes": 3, "takeovers": 3, "steps": 24, "waiting_steps": 24}
+    counts = {"episodes": 3, "takeovers": 3, "steps": 24, "recovering_steps": 0, "waiting_steps": 24}
+    assert intervention_counts(data) == counts
 
 
 def test_an_operator_hands_back_after_a_number_of_steps():

@@ -66,6 +66,7 @@ def test_an_index_above_its_threshold_calls_and_counts_anew_after_help():
     assert alarm.index["sum"][1] == [0.5]
 
 
+@pytest.mark.checks("ARMADA")
 def test_float_goes_back_by_the_costs_of_its_plan():
     detector = FloatDetector()
     detector.fit([np.array([[1.0], [1.0], [1.0], [1.0]])], [], 4)

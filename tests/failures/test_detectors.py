@@ -25,6 +25,7 @@ def index_after(detector, *vectors):
     return np.concatenate(indices)
 
 
+@pytest.mark.checks("ARMADA")
 @pytest.mark.parametrize(
     ("vector", "expected"),
     # unregularised 0, 1 - 1/sqrt(2) times 1/2, 1/2; epsilon .1 leaves 1 / (1 + e^5) of each row in the other column
@@ -52,6 +53,7 @@ def test_float_accumulates_and_takes_the_cheapest_demonstration():
     assert index_after(few, (0, 1), (1, 0))[1] > 0.4  # the nearest by the first vector alone
 
 
+@pytest.mark.checks("ARMADA")
 def test_sinkhorn_reaches_the_optimum_of_the_linear_programme():
     draws = np.random.default_rng(0)
     cost, rows, columns = draws.uniform(size=(6, 5)), np.full(6, 1 / 6), np.full(5, 1 / 5)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from robopolicy.operators.shared_control import TRANSITIONS, Mode, SharedControl
 
 
+@pytest.mark.checks("ARMADA")
 def test_three_alarms_and_one_operator_by_hand():
     """Each turn lasts 4: robots 2, 0, 1 alarm at 0, 1, 2 and are taken over at 0, 4, 8, so they wait 0, 3, 6."""
     control, alarms, begun = SharedControl(3, ["expert"]), {0: 2, 1: 0, 2: 1}, {}

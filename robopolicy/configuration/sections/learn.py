@@ -50,6 +50,10 @@ class TrainSection(PretrainConfig):
     """Checkpoint of a robopolicy policy to continue training, with more steps or other data. Its network and
     normalisers are kept, and policy.* is ignored. For a LeRobot policy use policy.kind=lerobot policy.path=FOLDER.
     """
+    shares: dict[str, float] = field(default_factory=dict)
+    """Shares of the samples by kind of step, {recover: 0.25, correct: 0.25}, of data that records who acted. Kinds:
+    demonstration, autonomous (own, to success), recover, correct; those not named share the rest.
+    """
     encoder: Path | None = None
     """World model whose latent the policy reads (for imagine)."""
     rename: dict[str, str] = field(default_factory=dict)
@@ -60,6 +64,14 @@ class TrainSection(PretrainConfig):
     """Indices of episodes of `data` to exclude, such as broken ones."""
     evaluate_episodes: Natural = 200
     """Number of episodes of the final evaluation, 0 for none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, share in self.shares.items():
+            if not 0 <= share <= 1:
+                raise ConfigError(f"train.shares.{name}={share} must be in [0, 1].")
+        if sum(self.shares.values()) > 1 + 1e-9:
+            raise ConfigError(f"train.shares={self.shares} are more than 1 together.")
 
 
 CRITIC_DEPTH = 2
