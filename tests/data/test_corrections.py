@@ -374,7 +374,7 @@ def test_samples_have_their_shares_and_chunks_end_before_a_kind_without_one():
     assert valid[3] == [1, 1, 0] and valid[4] == [1, 0, 0]  # what follows is the policy's own
     with pytest.raises(DataError, match="does not record"):
         next(regression_batches(policy, replace(data, actor=None, segment=None), 4, draws, shares={"correct": 0.5}))
-    with pytest.raises(ConfigError, match="no kind of step 'corect'.*'correct'"):
+    with pytest.raises(ConfigError, match=r"no kind of step 'corect'.*'correct'"):
         next(regression_batches(policy, data, 4, draws, shares={"corect": 0.5}))
     with pytest.raises(DataError, match="leaves no step"):
         next(regression_batches(policy, data.select([0]), 4, draws, shares=dict.fromkeys(KINDS, 0.0)))
