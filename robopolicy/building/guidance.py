@@ -45,7 +45,11 @@ def acting_guidance_of(config: Config, world: World, policy: Trainable) -> Guida
     """Load the inputs that the acting policy needs: a teacher, and a world model for planning."""
     section = config.finetune
     needs, device = section.resolved().needs, choose_device(config.run)
-    teacher = load_teachers(config, world, policy, needs) if section.teacher_fraction else None
+    teacher = (
+        load_teachers(config, world, policy, needs)
+        if section.teacher_fraction or section.teacher_episode_fraction
+        else None
+    )
     return Guidance(teacher, acting=planned_acting(config.plan, world, config.world.model, device))
 
 

@@ -11,7 +11,14 @@ import torch
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.former_names import keep_former_names
-from robopolicy.core.policy import Decision, Policy, TensorObservation
+from robopolicy.core.policy import (
+    Decision,
+    Policy,
+    RecoversLatents,
+    ScoredPolicy,
+    TensorObservation,
+    recovers_latents,
+)
 from robopolicy.core.randomness import uniform
 from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows
@@ -98,6 +105,64 @@ class MixedPolicy:
         # action that nobody took.
         mask = decision.mask & ~teacher_mask[:, None]
         return Decision(actions, latents, torch.where(mask, decision.logp, 0.0), mask)
+
+
+class DemonstratingPolicy:
+    """A policy in whose place the teacher plays a fraction of the rows from start to end, scored as the policy's own.
+
+    In groups of n episodes a fraction of 1 / n is about one demonstration per group, from the group's own initial state
+    (TempSamp-R1, arXiv:2509.18056). The latents of a teacher's chunk are those that the learner would have needed for
+    it, and its log-probabilities the learner's, so the demonstration joins the group's baseline and the policy gradient
+    with ratios that start at 1; tokens stand for the actions up to their resolution. Raises ConfigError if the learner
+    cannot score given actions, or the teacher's chunks are shorter than its own.
+    """
+
+    def __init__(self, learner: Policy, teacher: Policy, fraction: float):
+        if not (recovers_latents(learner) and isinstance(learner, ScoredPolicy)):
+            raise ConfigError(
+                f"teacher_episode_fraction={fraction:g}: {type(learner).__name__} cannot compute log-probabilities of "
+                "the teacher's actions; token policies can, and denoising policies with likelihood=matching."
+            )
+        if teacher.spec.chunk < learner.spec.chunk:
+            raise ConfigError(
+                f"The teacher's chunks have {teacher.spec.chunk} control steps, the policy's {learner.spec.chunk}, so "
+                "the teacher cannot act in its place: set teacher_episode_fraction=0."
+            )
+        self.learner: ScoredPolicy = learner
+        self.teacher, self.fraction = teacher, fraction
+
+    @property
+    def spec(self) -> PolicySpec:
+        """The learner's spec, plus the observations that the teacher reads."""
+        learner_spec = self.learner.spec
+        return replace(learner_spec, observation={**self.teacher.spec.observation, **learner_spec.observation})
+
+    def reset(self, rows: Rows = None) -> None:
+        """Reset both policies. rows: indices [R] of the episodes to forget, None for all."""
+        self.learner.reset(rows)
+        self.teacher.reset(rows)
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Return the learner's decisions, and in the teacher's rows the teacher's actions with the learner's scores."""
+        decision = self.learner.act(observation, generator, deterministic=deterministic)
+        row = torch.arange(len(decision.actions) + 1, device=decision.actions.device)
+        teacher_mask = (row * self.fraction + 1e-9).floor().diff() > 0
+        if not bool(teacher_mask.any()):
+            return decision
+        actions = self.teacher.act(observation, generator, deterministic=True).actions[:, : decision.actions.shape[1]]
+
+        def merged(taught: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+            return torch.where(teacher_mask.reshape(-1, *[1] * (own.dim() - 1)), taught.to(own.dtype), own)
+
+        assert isinstance(self.learner, RecoversLatents)  # as the constructor requires
+        steps = self.learner.steps_of(actions, generator)
+        latents = decision.latents | {name: merged(value, decision.latents[name]) for name, value in steps.items()}
+        logp = self.learner.log_prob(observation, latents).logp
+        mask = decision.mask | teacher_mask[:, None]
+        return Decision(merged(actions, decision.actions), latents, merged(logp, decision.logp), mask)
 
 
 keep_former_names(__name__, {"TeacherTurns": "TeacherSchedule"})

@@ -160,7 +160,12 @@ class FinetuneConfig(AlgorithmConfig):
     """
 
     FIXED: ClassVar[Mapping[str, Any]] = {"log_ratio_clamp": LOG_RATIO_CLAMP}
-    ADDED: ClassVar[Mapping[str, Any]] = {"critic_activation": "mish", "fsdp": False, "overlap_evaluation": False}
+    ADDED: ClassVar[Mapping[str, Any]] = {
+        "critic_activation": "mish",
+        "fsdp": False,
+        "overlap_evaluation": False,
+        "teacher_episode_fraction": 0.0,
+    }
     """Settings that runs of earlier versions did not save, and the values that these runs have; they can be resumed."""
     RENAMED: ClassVar[Mapping[str, str]] = {
         "starts": "num_initial_states",
@@ -237,6 +242,10 @@ class FinetuneConfig(AlgorithmConfig):
     """
     teacher_decay_fraction: Fraction = 0.5
     """Fraction of the run at which teacher_fraction has decayed linearly to 0."""
+    teacher_episode_fraction: Fraction = 0.0
+    """Fraction of episodes that the teacher plays from their start, scored and learned from as own ones (TempSamp-R1;
+    1 / group_size is about one per group), 0 for none. For policies that can score given actions.
+    """
     expert_episode_fraction: NonNegative = 0.0
     """Number of expert episodes added to an iteration, as a fraction of its own episodes (DynaWeb); 0 for none. Their
     advantages come from their returns. Supported for token policies and algorithms that compare episodes.
@@ -369,6 +378,12 @@ class FinetuneConfig(AlgorithmConfig):
             raise ConfigError(
                 f"teacher_fraction={self.teacher_fraction} must be a fraction of the policy calls in [0, 1], and "
                 f"teacher_decay_fraction={self.teacher_decay_fraction} a fraction of the run above 0."
+            )
+        if self.teacher_episode_fraction and self.teacher_fraction:
+            raise ConfigError(
+                f"teacher_fraction={self.teacher_fraction} (policy calls that are not scored) and "
+                f"teacher_episode_fraction={self.teacher_episode_fraction} (scored episodes) exclude each other: set "
+                "only one."
             )
         if self.expert_episode_fraction < 0:
             raise ConfigError(f"expert_episode_fraction={self.expert_episode_fraction} must be at least 0.")

@@ -223,7 +223,7 @@ class _Finetuning:
             policy, instructions, config.expert_episode_fraction, self.algorithm, self.generators
         )
         self.turns = guidance.turns(config.teacher_fraction, config.teacher_decay_fraction)
-        draws, acting = self.generators["act"], guidance.who_acts(self.turns)
+        draws, acting = self.generators["act"], guidance.who_acts(self.turns, config.teacher_episode_fraction)
         arguments = guidance.demonstrations, acting, guidance.pairs
         others_read = (
             isinstance(self.replay, StoresPairs) or guidance.teacher is not None or guidance.acting is not None

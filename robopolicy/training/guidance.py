@@ -36,7 +36,7 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
 from robopolicy.rl.weights import episode_sizes
-from robopolicy.training.acting import Acting, TeacherSchedule
+from robopolicy.training.acting import Acting, DemonstratingPolicy, TeacherSchedule
 from robopolicy.training.collection import WHOLE
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import conditions_of, recompute_log_probs
@@ -254,10 +254,17 @@ class Guidance:
             raise ConfigError(f"teacher_fraction={first:g} needs a teacher (teacher=CHECKPOINT).")
         return TeacherSchedule(self.teacher, first, until)
 
-    def who_acts(self, turns: TeacherSchedule | None) -> Acting | None:
+    def who_acts(self, turns: TeacherSchedule | None, episodes: float = 0.0) -> Acting | None:
         """Return the builder of the acting policy: that of `acting`, mixed with the teacher; None when the learner acts
         alone.
+
+        episodes: fraction of episodes that the teacher plays, scored as own ones. Raises ConfigError without a teacher.
         """
+        if episodes:
+            teacher = self.teacher
+            if teacher is None:
+                raise ConfigError(f"teacher_episode_fraction={episodes:g} needs a teacher (teacher=CHECKPOINT).")
+            return lambda policy: DemonstratingPolicy(policy, teacher, episodes)
         if turns is None or self.acting is None:
             return turns or self.acting
         acting = self.acting

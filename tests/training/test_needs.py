@@ -11,7 +11,7 @@ from seeing_toys import INSTRUCTIONS, SeeingWorld, denoising_policy, token_polic
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.extras import Extras, MissingExtraError
-from robopolicy.core.policy import is_condition
+from robopolicy.core.policy import is_condition, to_tensors
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import STATE
 from robopolicy.policies.configuration import Likelihood, PolicyKind
@@ -19,6 +19,7 @@ from robopolicy.rl import registry
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.registry import Mechanism, Need, Slot, mechanism, mechanisms
+from robopolicy.training.acting import DemonstratingPolicy
 from robopolicy.training.collection import make_collector
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import recompute_log_probs
@@ -272,3 +273,26 @@ def test_a_group_is_played_in_all_words_of_its_goal(monkeypatch: pytest.MonkeyPa
     seeds, tasks = requested[0]
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
     assert sorted(tasks[:2]) == sorted(tasks[2:]) == [0, 1]
+
+
+@pytest.mark.checks("TempSamp-R1")
+def test_a_teacher_plays_some_episodes_that_are_scored_as_own_ones():
+    world = SeeingWorld(4)
+    policy, teacher = token_policy(world), denoising_policy(world, seed=1)
+    for each in (policy, teacher):
+        each.prepare_finetuning()
+    mixed, observation = DemonstratingPolicy(policy, teacher, 0.5), to_tensors(world.reset(seeds=range(4)))
+    decision = mixed.act(observation, torch.Generator().manual_seed(0))
+    own = policy.act(observation, torch.Generator().manual_seed(0))
+    assert torch.equal(decision.actions[::2], own.actions[::2]) and torch.equal(decision.logp[::2], own.logp[::2])
+    told = decision.actions[1::2]
+    assert not torch.equal(told, own.actions[1::2])
+    tokens = policy.steps_of(told, torch.Generator())["tokens"]
+    assert torch.equal(decision.latents["tokens"][1::2], tokens) and bool(decision.mask.all())
+    torch.testing.assert_close(decision.logp, policy.log_prob(observation, decision.latents).logp)
+    config = replace(CONFIG, iterations=1, group_size=2, advantage="grpo", teacher_episode_fraction=0.5)
+    assert finetune(policy, None, world, config, guidance=Guidance(teacher)).iterations == 1
+    with pytest.raises(ConfigError, match="cannot compute log-probabilities of the teacher's actions"):
+        finetune(teacher, None, world, config, guidance=Guidance(teacher))
+    with pytest.raises(ConfigError, match="needs a teacher"):
+        finetune(policy, None, world, config)
