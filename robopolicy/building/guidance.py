@@ -15,7 +15,7 @@ from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.policies.abilities import Tunable
 from robopolicy.policies.denoising import share_scored_steps
 from robopolicy.rl.preferences import read_pairs
-from robopolicy.rl.registry import Need
+from robopolicy.rl.registry import Need, setting_for
 from robopolicy.runs import default_path
 from robopolicy.training.collection import start_pool
 from robopolicy.training.demonstrations import Demonstrations, demonstrate
@@ -93,14 +93,15 @@ def load_teacher(
 
 
 def demonstrations_of_pool(config: Config, world: World) -> Demonstrations | None:
-    """Let the expert play from the pool of initial states, if a hint is configured that starts in its states."""
+    """Let the expert play from the pool of initial states, if a hint or allocator starts episodes in its states."""
     section, spec = config.finetune, world.spec
-    if section.hint is None:
+    needing = [entry for entry in section.resolved().entries if Need.DEMONSTRATIONS in entry.needs]
+    if not needing:
         return None
     if not section.num_initial_states:
         raise ConfigError(
-            f"finetune.hint={section.hint} needs initial states that repeat: set finetune.num_initial_states=N, for "
-            f"example 64."
+            f"finetune.{setting_for(needing[0].slot, needing[0].name)} needs initial states that repeat: set "
+            "finetune.num_initial_states=N, for example 64."
         )
     expert = build_controller(config.world, world, section.expert)
     seeds, tasks = start_pool(config.run.seed, section.num_initial_states, len(spec.instructions))

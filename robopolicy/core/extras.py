@@ -32,6 +32,14 @@ class Extras:
     """
     hint: Tensor | None = None
     """[B, T] fraction of the demonstration skipped before the episode. Added during group collection; read by hints."""
+    helped: Tensor | None = None
+    """[B, T] bool, episodes played with help after their group. Added during group collection by the allocators
+    retry_*; read by `Rollouts.unaided`.
+    """
+    budget: Tensor | None = None
+    """[B, T, 2] control steps that the episode was asked to take at most, and the world's horizon. Added during group
+    collection by the allocator budgets.
+    """
     taught: Tensor | None = None
     """[B, T] bool, whether the teacher acted. Added during collection if policy and teacher take turns; read by
     `Rollouts.played`.
@@ -74,6 +82,10 @@ class Extras:
     """[B, T] action value Q(s, a). Added by the side model q_ensemble."""
     v: Tensor | None = None
     """[B, T] state value V(s). Added by the side model q_ensemble."""
+    first_error: Tensor | None = None
+    """[B, T] bool, the first decision of a failed episode after which the value falls. Added by the side model
+    first_error; read by the auxiliary intervene.
+    """
     flow_value: Tensor | None = None
     """[B, T, K] value of the state and the noisy action at every noise level. Added by the side model flow_critic."""
     flow_return: Tensor | None = None

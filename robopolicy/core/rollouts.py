@@ -124,6 +124,12 @@ class Rollouts:
         replayed_mask = self.extras.replayed
         return self if replayed_mask is None else self.take((~replayed_mask[:, 0]).nonzero().squeeze(1))
 
+    @property
+    def unaided(self) -> "Rollouts":
+        """Rows that were played without help."""
+        helped_mask = self.extras.helped
+        return self if helped_mask is None else self.take((~helped_mask[:, 0]).nonzero().squeeze(1))
+
     def tree(self) -> dict[str, Any]:
         """Return nested tensors for a checkpoint, read by `of`."""
         columns = {item.name: getattr(self, item.name) for item in fields(self)}

@@ -40,6 +40,16 @@ def quantile(values: Tensor, share: float | Tensor, *, nearest: bool = False) ->
     return torch.where(flat.isnan().any(), torch.nan, result)
 
 
+def entropy_level(entropy: Tensor, mask: Tensor, pivot: float) -> Tensor:
+    """Compute HAPO's h in [-1, 1], shaped as entropy (nats): the log-entropy relative to the masked entries' quantile
+    `pivot`, divided by the maximum distance on that side; 0 outside the mask.
+    """
+    level = entropy.clamp(min=1e-6).log()
+    centred = torch.where(mask, level - quantile(level[mask], pivot, nearest=True), 0.0)
+    above, below = centred.clamp(min=0), centred.clamp(max=0)
+    return above / above.max().clamp(min=1e-6) + below / below.min().abs().clamp(min=1e-6)
+
+
 def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distinct rows [S, ...] of [N, ...] in ascending order, and the index of each row among them, [N]
     int64.

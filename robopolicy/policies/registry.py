@@ -71,6 +71,7 @@ LEFT_BEHIND = Registry(
         "agent": "robopolicy.training.critics:AgentPolicy",
         "best_of": "robopolicy.training.critics:BestOfPolicy",
         "steered": "robopolicy.training.critics:SteeredPolicy",
+        "seeking": "robopolicy.training.offline.seeking:SeekingPolicy",
         "edited": "robopolicy.training.editing:EditedPolicy",
     },
 )

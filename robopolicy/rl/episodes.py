@@ -11,10 +11,11 @@ arXiv:2508.17445. Its segments are action chunks here. Its third heuristic, to f
 finished path when branches remain but no path runs, is not implemented: it would require storing every state.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,14 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.former_names import accept_former_arguments, keep_former_names
 from robopolicy.core.images import FrameStore, Keeping, store_for
 from robopolicy.core.origin import prefix_errors
-from robopolicy.core.player import Player, PolicyActor
+from robopolicy.core.player import Player, PolicyActor, PolicyOutput
 from robopolicy.core.policy import Policy, ResumesDecision
 from robopolicy.core.progress import progress
+from robopolicy.core.randomness import uniform
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import require_fit
 from robopolicy.core.world import Snapshot, Snapshots, World, plain_snapshot
+from robopolicy.rl.branch_rules import BranchRule, forks, uncertainty
 from robopolicy.rl.collect import column, store_images, stored_images
 
 
@@ -57,14 +60,16 @@ class Branching:
     step: number of denoising steps of the chunk that the branches share (BranchGRPO's tree over the denoising chain; 0
     shares the initial noise); several values split after each of them, and every branch splits again; None: episodes
     split before the chunk and share nothing of it. uncertain: a group's branches at a chunk are distributed over its
-    running episodes by the surprise of their last chunks (TreePO). Raises ConfigError unless width is at least 2 and
-    chunks and steps are distinct and non-negative.
+    running episodes by the surprise of their last chunks (TreePO). rule: where episodes split instead of at fixed
+    chunks, within the number of episodes requested. Raises ConfigError unless width is at least 2 and chunks and steps
+    are distinct and non-negative.
     """
 
     at: tuple[int, ...] = ()
     width: int = 2
     step: int | tuple[int, ...] | None = None
     uncertain: bool = False
+    rule: BranchRule | None = None
 
     def __post_init__(self):
         if self.width < 2 or any(step < 0 for step in self.at) or len(set(self.at)) != len(self.at):
@@ -163,7 +168,8 @@ class _Running:
 
     snapshot, returned: state and return so far, if it waits to continue from there; parent: number of the episode it
     branched off, -1: none, at chunk branch_decision, of which it shares branch_step steps, -1: none; number: its own,
-    -1: not started; surprise: of its last chunk; still: number of consecutive chunks without movement.
+    -1: not started; surprise: of its last chunk; still: number of consecutive chunks without movement; levels: the
+    uncertainty of its chunks, for a branch rule; in_a_row: number of them, up to the last, after which it split.
     """
 
     request: Request
@@ -176,6 +182,8 @@ class _Running:
     branch_step: int = -1
     surprise: float = 0.0
     still: int = 0
+    levels: list[float] = field(default_factory=list[float])
+    in_a_row: int = 0
 
     @property
     def origin(self) -> tuple[int, int, int]:
@@ -223,7 +231,7 @@ class EpisodePlayer:
     ):
         with prefix_errors(policy):
             require_fit(policy.spec, world.spec)
-        if branching is not None and branching.at and not isinstance(world, Snapshots):
+        if branching is not None and (branching.at or branching.rule) and not isinstance(world, Snapshots):
             raise ConfigError(
                 f"The world '{world.spec.name}' does not support snapshots, so episodes cannot branch in it."
             )
@@ -253,6 +261,10 @@ class EpisodePlayer:
         self.shared: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.frames = store_for(self.images)
         self.count = 0
+        self.spare: dict[int, list[Request]] = {}
+        self.unplanned: set[int] = set()
+        self.paths: dict[int, dict[int, Tensor]] = {}
+        self.scale = 0.0
 
     def _vacate(self) -> None:
         """Clear all rows: the world is reset at the next call."""
@@ -291,18 +303,22 @@ class EpisodePlayer:
         Groups with the lowest numbers are returned first; others stay for the next call, complete, in flight or
         waiting. Rows of the result are in the order in which episodes were started. extras: `episode_return` [B, T].
         """
-        self.waiting.extend(_Running(request, snapshot=request.state) for request in requests)
+        self.waiting.extend(
+            _Running(request, snapshot=request.state) for request in self._roots(requests, groups, version)
+        )
         actor = PolicyActor(self.policy, generator, deterministic=deterministic, scored=True)
         self.player.actor, steps_played = actor, iter(self.player)
         with progress(label, self.unfinished) if label else nullcontext(_nothing) as advance:
             while self.unfinished and (groups is None or len(self._complete()) < groups):
                 self._fill()
                 self._branch()
+                self._branch_by_rule(generator)
                 actor.kept = self._shared_latents(generator.device)
                 step = next(steps_played)
                 self.returns += step.step.reward.sum(-1)
                 new_column = column(step, self.world.spec.instructions, generator.device, version)
-                ended_rows = step.ended | self._stopped(new_column)
+                self._observe_uncertainty(step.info, generator)
+                ended_rows = (step.ended | self._stopped(new_column)) & ~self._dropped(new_column)
                 store_images(new_column, self.frames, ended_rows)
                 done = np.flatnonzero(ended_rows)
                 self._keep(new_column, generator.device)
@@ -311,6 +327,7 @@ class EpisodePlayer:
                     assert running is not None
                     self.finished[running.number] = running.request.group
                     self.rows[index] = None
+                    self._release(running)
                 advance(len(done))
         return self._assemble(self._complete()[:groups])
 
@@ -434,6 +451,110 @@ class EpisodePlayer:
                 child = _Running(running.request, step, state, returned, running.number, -1, step, branch_step)
                 self.waiting.appendleft(child)
 
+    def _roots(self, requests: Sequence[Request], groups: int | None, version: int) -> list[Request]:
+        """Return the requests that begin at once; the others of each group become spare, for its branches."""
+        rule = self.branching.rule
+        if rule is None:
+            return list(requests)
+        if groups is not None:
+            raise ConfigError("branch_by=arpo and aepo complete their groups: set overprovision=0.")
+        self.scale, self.paths = 0.0, {}
+        members: dict[int, list[Request]] = {}
+        for request in requests:
+            members.setdefault(request.group, []).append(request)
+        first_requests: list[Request] = []
+        branching_count = math.ceil(rule.share_of_groups(version) * len(members))
+        for place, (group, each) in enumerate(members.items()):
+            count = rule.first_roots(len(each)) if place < branching_count else len(each)
+            first_requests += each[:count]
+            self.spare[group] = each[count:]
+        self.unplanned = set(members) if rule.measures_first else set()
+        return first_requests
+
+    def _observe_uncertainty(self, played: PolicyOutput, generator: torch.Generator) -> None:
+        """Add the uncertainty of the chunk just played to the levels of every running episode."""
+        if self.branching.rule is None:
+            return
+        running = [index for index, row in enumerate(self.rows) if row is not None]
+        measure = forks if self.branching.rule.by_forks else uncertainty
+        levels = measure(self.policy, played.seen, played.decision, generator)
+        if not self.policy.spec.categorical:  # in units of the first chunks' spread
+            self.scale = self.scale or max(float(levels[running].mean()), 1e-9)
+            levels = levels / self.scale
+        for index in running:
+            row = self.rows[index]
+            assert row is not None
+            row.levels.append(float(levels[index]))
+
+    def _branch_by_rule(self, generator: torch.Generator) -> None:
+        """Ask the rule about every episode that has just made a decision, and queue a branch where it splits."""
+        rule = self.branching.rule
+        for index, row in enumerate(self.rows):
+            if rule is None or row is None or row.steps <= max(row.branch_decision, 0):
+                continue
+            if row.parent >= 0 and row.steps - row.branch_decision <= max(rule.lookahead, default=0):
+                continue
+            group = row.request.group
+            spare = [] if group in self.unplanned else self.spare.get(group)
+            draw = float(uniform((1,), generator, generator.device)) if spare else 1.0
+            if not spare or not rule.splits(row.levels, row.in_a_row, draw):
+                row.in_a_row = 0
+                continue
+            assert isinstance(self.world, Snapshots)
+            row.in_a_row += 1
+            state, returned = self.world.snapshot([index]), float(self.returns[index])
+            child = _Running(spare.pop(), row.steps, state, returned, row.number, -1, row.steps)
+            child.levels, child.in_a_row = list(row.levels), row.in_a_row
+            self.waiting.appendleft(child)
+
+    def _dropped(self, column: dict[str, Any]) -> Array:
+        """Drop branches [B] bool that are still like their parents some chunks after the split; others take their
+        place.
+
+        Compared are vector fields before this chunk and before the parent's of the same number (its last one, if it has
+        ended), by the root mean square of their differences in standard deviations over the rows.
+        """
+        rule, dropped = self.branching.rule, np.zeros(len(self.rows), dtype=bool)
+        if rule is None or not rule.lookahead:
+            return dropped
+        vectors = [
+            value[:, -1].flatten(1).cpu()
+            for value in column["observation"].values()
+            if isinstance(value, Tensor) and value.dtype.is_floating_point
+        ]
+        states = torch.cat(vectors, -1)
+        spread = states.std(0, unbiased=False).clamp(min=1e-6)
+        for index, row in enumerate(self.rows):
+            if row is None:
+                continue
+            self.paths.setdefault(row.number, {})[row.steps] = states[index]
+            if row.parent < 0 or row.steps - row.branch_decision not in rule.lookahead:
+                continue
+            path = self.paths[row.parent]
+            difference = (states[index] - path[min(row.steps, max(path))]) / spread
+            dropped[index] = float(difference.square().mean().sqrt()) < rule.alike
+        for index in map(int, np.flatnonzero(dropped)):
+            row = self.rows[index]
+            assert row is not None
+            self._drop(torch.tensor([row.number]), 0)
+            self.spare[row.request.group].append(row.request)
+            self.rows[index] = None
+            self._release(row)
+        self.player.running = self.player.running & ~dropped
+        return dropped
+
+    def _release(self, ended: _Running) -> None:
+        """Let spare episodes begin: after a group's first episode as many as the rule says, all once none is left."""
+        group = ended.request.group
+        spare, rule = self.spare.get(group, []), self.branching.rule
+        if rule is None or not spare:
+            return
+        count = rule.more_roots(len(spare) + 1, ended.levels) if group in self.unplanned else 0
+        self.unplanned.discard(group)
+        if not count and group not in self.open_groups:
+            count = len(spare)
+        self.waiting.extend(_Running(spare.pop(), snapshot=ended.request.state) for _ in range(count))
+
     def _stopped(self, column: dict[str, Any]) -> Array:
         """Count chunks without movement, and truncate episodes [B] bool with too many in a row, or at their limit."""
         stopped_rows = np.zeros(len(self.rows), dtype=bool)
@@ -490,6 +611,8 @@ class EpisodePlayer:
                 place.append((running.number, running.request.group, running.steps))
                 rows.append(index)
                 running.steps += 1
+        if not rows:  # all were dropped
+            return
         column["extras"]["episode_return"] = torch.tensor(self.returns, dtype=torch.float32).to(device)
         indices = torch.tensor(rows, device=device)
         part = _tree(lambda tensor: tensor[indices], column)

@@ -219,6 +219,8 @@ class Need(Enum):
     )
     EXPERTS = "recorded episodes of experts (experts=[DATASET])"
     STEP_RATIOS = "a separate ratio for every step (ratio_level=step)"
+    FIRST_ERRORS = "the first wrong decision of failed episodes (models=[q_ensemble,first_error])"
+    BUDGETS = "episodes with budgets of time (allocator=budgets)"
     DEMONSTRATIONS = "demonstrated states as initial states (starts=N and a world with an expert and snapshots)"
 
 

@@ -202,9 +202,11 @@ class FinetuneConfig(AlgorithmConfig):
     """
     branch_width: Count = 2
     """Number of episodes that continue from a split."""
-    branch_by: Literal["all", "uncertainty"] = "all"
+    branch_by: Literal["all", "uncertainty", "arpo", "aepo", "latr"] = "all"
     """Distribution of branches at a policy call: all episodes alike, or by uncertainty (TreePO): the less likely
-    a chunk was, the more of its group's branches the episode gets.
+    a chunk was, the more of its group's branches the episode gets. arpo, aepo, latr: part of each group's episodes
+    branch off the others wherever the policy has become uncertain, instead of at branch_at; latr drops branches that
+    stay like their parents.
     """
     branch_sampling_step: Natural | tuple[Natural, ...] | None = None
     """Number of denoising steps of the branching policy call that branches share, null for none; several, such as

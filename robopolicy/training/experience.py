@@ -294,6 +294,8 @@ def require_same_scores(
     their own or the mean magnitude. Raises ScoreError if one differs by more, NonFiniteError if one is not finite.
     """
     current_mask = rollouts.played & (rollouts.policy_version == iteration)
+    if rollouts.extras.helped is not None:  # they may have acted under other words than they are scored under
+        current_mask &= ~rollouts.extras.helped
     indices = current_mask.flatten().nonzero().squeeze(1)
     if not len(indices):
         return

@@ -335,7 +335,7 @@ class _Finetuning:
         require_equal([*self.learner.weights(), *states], "weights or random numbers", self._where)
         updated = time.perf_counter()
         collected_rollouts = collected_rollouts.fresh
-        metrics = {**episode_metrics(collected_rollouts), **self.figures, **learning, **update}
+        metrics = {**episode_metrics(collected_rollouts.unaided), **self.figures, **learning, **update}
         if self.config.staleness or self.config.policy_lag or self.config.overprovision:
             played_mask = collected_rollouts.played
             metrics["staleness"] = float(
@@ -392,7 +392,7 @@ class _Finetuning:
         require_finite("the advantage", prepared_rollouts.extras["advantage"], self._where)
         # Before replayed or expert rows join, which say nothing about the starts that were proposed.
         if rollouts.whole:
-            self.collector.observe(rollouts.fresh, prepared_rollouts.fresh)
+            self.collector.observe(rollouts.fresh.unaided, prepared_rollouts.fresh.unaided)
         prepared_rollouts = prepared_rollouts.without(
             following=True
         )  # targets and advantages are made: nothing looks ahead any more

@@ -10,7 +10,9 @@ from made_rollouts import make_rollouts, make_scored
 from scipy import stats
 
 from robopolicy.core.errors import RobopolicyWarning
+from robopolicy.core.segments import entropy_level
 from robopolicy.core.spec import STATE
+from robopolicy.policies.token.decoding import ActionLanguage
 from robopolicy.rl import coefficients
 from robopolicy.rl.advantages import group
 from robopolicy.rl.algorithm import build_algorithm
@@ -202,7 +204,7 @@ def test_hapo_moves_forks_further_and_counts_them_more_outside_the_neutral_zone(
     ratios, entropies = [1.0, 1.25, 0.85, 1.0, 0.7, 1.15], [4.0, 4.0, 4.0, 0.25, 0.25, 1.0]
     scored = scored_at(ratios, [1.0, 1.0, -1.0, 1.0, -1.0, 1.0])
     entropy = torch.tensor(entropies, dtype=torch.float64)[:, None, None]
-    h = experimental_coefficients.entropy_level(entropy, scored.mask, 0.5)
+    h = entropy_level(entropy, scored.mask, 0.5)
     # The nearest entry to the middle of log(.25, .25, 1, 4, 4, 4) is log 1 or log 4; sides are scaled by themselves.
     assert set(h.flatten().tolist()) <= {-1.0, 0.0, 0.5, 1.0, -0.5}
     scored = replace(scored, extra=lambda name: entropy)
@@ -221,9 +223,7 @@ def test_hapo_by_hand():
     scored = scored_at([1.25, 1.25, 1.0, 0.7], [1.0, 1.0, 1.0, -1.0])
     entropy = torch.tensor([4.0, 1.0, 0.5, 0.25], dtype=torch.float64)[:, None, None]
     scored = replace(scored, extra=lambda name: entropy)
-    assert experimental_coefficients.entropy_level(entropy, scored.mask, 0.6).flatten().tolist() == pytest.approx(
-        [1, 0, -0.5, -1]
-    )
+    assert entropy_level(entropy, scored.mask, 0.6).flatten().tolist() == pytest.approx([1, 0, -0.5, -1])
     c = experimental_coefficients.hapo(scored, pivot=0.6, gain=0.5)[0].flatten().tolist()
     # A fork beyond the neutral zone: A (1 + .5), kept up to 1.4. At the pivot: clipped at 1.2. A sure step in the zone:
     # A (1 - .25). A sure step outside it: A as it is, kept down to 0.6.
@@ -301,3 +301,15 @@ def test_prompt_replay_takes_those_nearest_to_one_half():
         fresh = ReplaySampler(share=1.0, near=0.4, cooldown=0, limit=9)
         fresh.restore(sampler.state())
         assert sorted(fresh.propose(3, 7, np.random.default_rng(seed)).tolist()) == [2, 3, 4]
+
+
+@pytest.mark.checks("HAPO")
+def test_uncertain_tokens_are_drawn_hotter_and_certain_ones_colder():
+    """Of five places the most certain has h = -1, the .8 quantile 0, the most uncertain 1."""
+    logits = torch.tensor([[9.0, 0.0], [3.0, 0.0], [2.5, 0.0], [2.0, 0.0], [0.5, 0.0]], dtype=torch.float64)
+    language = ActionLanguage(None, None, None, 1.0, 0.05)  # type: ignore[arg-type]
+    drawn = language.sampled(logits.log_softmax(-1))
+    for place, temperature in ((0, 0.95), (3, 1.0), (4, 1.05)):
+        torch.testing.assert_close(drawn[place], (logits[place] / temperature).log_softmax(-1))
+    plain = ActionLanguage(None, None, None, 1.0)  # type: ignore[arg-type]
+    assert torch.equal(plain.sampled(drawn), drawn)

@@ -14,7 +14,7 @@ from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import AuxiliaryInputs, Context, Tools
 from robopolicy.rl.experimental.auxiliaries import best_of_n
-from robopolicy.rl.experimental.side_models import QEnsemble, td_target
+from robopolicy.rl.experimental.side_models import FirstError, QEnsemble, td_target
 from robopolicy.training.state import load_trainer, save_trainer
 
 
@@ -221,3 +221,17 @@ def test_held_out_values_are_predicted_before_their_outcomes_are_learned():
     assert not torch.allclose(before.extras["v"], after.extras["v"], atol=0.05)
     following = held_out.annotate(rollouts, context())
     torch.testing.assert_close(following.extras["v"], after.extras["v"])
+
+
+@pytest.mark.checks("models/first_error", "InT")
+def test_the_first_error_of_a_failure_is_where_the_value_first_falls():
+    rollouts = make_rollouts([4, 4, 3, 2], [0] * 4, [0.0, 1.0, 0.0, 0.0])
+    values = torch.tensor([[0.6, 0.6, 0.3, 0.2], [0.6, 0.1, 0.1, 0.1], [0.5, 0.5, 0.5, 0.9], [0.1, 0.1, 0.9, 0.9]])
+    marked = FirstError(None).annotate(rollouts.with_extras(v=values), context())  # type: ignore[arg-type]
+    # It led from .6 to .3; a success has none; a failure may come of the last decision; one was lost before it began.
+    assert marked.extras["first_error"].tolist() == [
+        [False, True, False, False],
+        [False] * 4,
+        [False, False, True, False],
+        [False] * 4,
+    ]

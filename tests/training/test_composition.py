@@ -49,11 +49,13 @@ GIVERS = {
     if entry.name not in ("oprl", "learning_teacher")
 }
 LACKS = {
-    "denoising": {Need.CATEGORICAL, Need.MATCHING},
-    "matching": {Need.CATEGORICAL, Need.MEANS, Need.FINISHES},
-    "tokens": {Need.GAUSSIAN, Need.MEANS, Need.FINISHES, Need.MATCHING},
+    "denoising": {Need.CATEGORICAL, Need.MATCHING, Need.BUDGETS},
+    "matching": {Need.CATEGORICAL, Need.MEANS, Need.FINISHES, Need.BUDGETS},
+    "tokens": {Need.GAUSSIAN, Need.MEANS, Need.FINISHES, Need.MATCHING, Need.BUDGETS},
 }
-"""What a kind of policy cannot have: denoising scores its chain, matching the loss it was trained by."""
+"""What a kind of policy cannot have: denoising scores its chain, matching the loss it was trained by. Budgets come with
+another allocator, in a world with as many wordings (tests/training/test_budgets.py).
+"""
 
 
 class MixedWorld(SeeingWorld):

@@ -472,3 +472,22 @@ def test_remix_makes_the_policy_its_base_once_and_goes_on_on_policy_after_a_kill
     with pytest.raises(RuntimeError, match="broken"):
         finetune(ChainPolicy(), None, Breaking(12, 14), config, RunFolder(tmp_path))  # in the last of four iterations
     assert same(whole, tuned(config, tmp_path))
+
+
+@pytest.mark.checks("auxiliaries/intervene", "InT")
+def test_the_teacher_is_imitated_at_first_errors_alone():
+    policy, rollouts = ChainPolicy(seed=2), whole_episodes(ChainPolicy(seed=1))
+    wrong = torch.zeros_like(rollouts.alive)
+    wrong[::2, 1] = True
+    rollouts = rollouts.with_extras(first_error=wrong & rollouts.alive)
+    config = replace(CONFIG, coefficient="none", models=("q_ensemble", "first_error"), auxiliaries=("intervene",))
+    order = torch.randperm(int(rollouts.alive.sum()), generator=torch.Generator().manual_seed(4))
+    state, is_wrong = (each[rollouts.alive][order] for each in (rollouts.observation[STATE], wrong))
+    mine = copy.deepcopy(policy)
+    labels = {"observation": {STATE: state}, "actions": torch.full((len(state), 1, 2), 0.25)}
+    losses = mine.loss(labels, torch.Generator().manual_seed(3))["imitation"]
+    slow = losses[is_wrong].sum() / len(losses)
+    expected = torch.autograd.grad(slow, list(mine.parameters()))
+    gradients = gradient_of(learner_of(policy, config, teacher=Pointing()), rollouts)
+    for mean, one in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mean, one, atol=1e-6, rtol=1e-4)

@@ -49,7 +49,10 @@ IMPROVE = {
 }
 
 
-ELSEWHERE = {"diffusion_ql", "adjoint_matching", "recap", "filtered_imitation", "dsrl", "idql", "imagined_ppo"}
+ELSEWHERE = {
+    *("diffusion_ql", "adjoint_matching", "recap", "filtered_imitation", "dsrl", "idql", "imagined_ppo"),
+    "latent_seek",
+}
 """Tried in files of their own: test_<name>.py, the filtered one beside recap, and tests/test_pipeline.py."""
 
 

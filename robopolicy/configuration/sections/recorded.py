@@ -124,8 +124,8 @@ class ImproveSection(Tagged):
     """Policy improvement method: best_of (imitate the best of several sampled action chunks), idql (select it at
     inference, without imitation), weighted_imitation (AWR), chain_ppo (RL-100), diffusion_ql (ascend Q through the
     denoising chain or its last step: DPG), adjoint_matching (tilt a flow: QAM), recap (condition on the advantage),
-    filtered_imitation (imitate high-advantage chunks only), dsrl (steer by the initial noise), imagined_ppo (PPO in
-    offline.model, with the settings of finetune), or a custom one.
+    filtered_imitation (imitate high-advantage chunks only), dsrl (steer by the initial noise), latent_seek (move the
+    noise while acting), imagined_ppo (PPO in offline.model, with the settings of finetune), or a custom one.
     """
     config: Any = field(default_factory=BestOfConfig)
 

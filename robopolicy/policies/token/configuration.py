@@ -5,7 +5,7 @@ from enum import Enum
 from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count, Natural, Positive
+from robopolicy.core.ranges import Count, Natural, NonNegative, Positive
 from robopolicy.nn.configuration import ActionTokens, ImageEncoderConfig, NormalizationMode
 
 LONGEST = 10_000
@@ -55,6 +55,10 @@ class TokenConfig:
     """Number of frequencies to keep, 0 for all."""
     temperature: Positive = 1.0
     """Temperature of sampling and of log-probabilities."""
+    entropy_temperature: NonNegative = 0.0
+    """Sampling only: how much hotter than `temperature` uncertain tokens are drawn, and colder certain ones (HAPO:
+    .05).
+    """
     decoding: TokenDecoding = TokenDecoding.CAUSAL
     """Decoding: causal (token by token), masked (discrete diffusion, several tokens at a time in any order) or parallel
     (all at once).

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.randomness import uniform
+from robopolicy.core.segments import entropy_level
 from robopolicy.core.spec import check_finite
 from robopolicy.nn.language import LanguageModel, Reading
 from robopolicy.policies.token.configuration import DecodeSchedule, TokenConfig, TokenDecoding
@@ -28,6 +29,20 @@ class ActionLanguage:
     embedding: nn.Embedding
     head: nn.Linear
     temperature: float
+    entropy_temperature: float = 0.0
+
+    def sampled(self, logp: Tensor) -> Tensor:
+        """Return the log-probabilities that tokens are drawn from: logp [..., V], hotter where its entropy is high.
+
+        The temperature is multiplied by 1 + tau h (HAPO, arXiv:2509.16591), with h in [-1, 1] from the log-entropy
+        relative to its .8 quantile over these entries. What is recorded stays logp, as in the authors' code, so the
+        ratio does not correct for it.
+        """
+        if not self.entropy_temperature:
+            return logp
+        entropy = -(logp.exp() * logp).sum(-1)
+        level = entropy_level(entropy, torch.ones_like(entropy, dtype=torch.bool), 0.8)
+        return (logp / (1 + self.entropy_temperature * level)[..., None]).log_softmax(-1)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """Return the log-probabilities of the action vocabulary [..., V] at the sampling temperature, from hidden
@@ -98,7 +113,7 @@ class CausalDecoding(nn.Module):
         for place in range(self.length):
             logp = language.log_probabilities(hidden[:, -1])
             check_finite("log-probabilities of action tokens", logp)
-            token = logp.argmax(-1) if deterministic else _draw(logp, draws[:, place])
+            token = logp.argmax(-1) if deterministic else _draw(language.sampled(logp), draws[:, place])
             # Kept tokens are scored as drawn ones are; that they are no choices of this decision says the mask.
             if kept is not None:
                 token = torch.where(place < kept[1], kept[0][:, place], token)
@@ -160,7 +175,7 @@ class ParallelDecoding(nn.Module):
         log_probabilities = self.score(language, prompt, {})
         check_finite("log-probabilities of action tokens", log_probabilities)
         draws = uniform(log_probabilities.shape[:2], generator, log_probabilities.device)
-        tokens = log_probabilities.argmax(-1) if deterministic else _draw(log_probabilities, draws)
+        tokens = log_probabilities.argmax(-1) if deterministic else _draw(language.sampled(log_probabilities), draws)
         if kept is not None:
             place = torch.arange(tokens.shape[1], device=tokens.device)
             tokens = torch.where(place < kept[1][:, None], kept[0], tokens)
@@ -232,7 +247,11 @@ class MaskedDecoding(nn.Module):
                 language.model.attend(reading, self._embed(language, tokens, committed_mask))
             )
             check_finite("log-probabilities of action tokens", log_probabilities)
-            proposal = log_probabilities.argmax(-1) if deterministic else _draw(log_probabilities, draws[:, step])
+            proposal = (
+                log_probabilities.argmax(-1)
+                if deterministic
+                else _draw(language.sampled(log_probabilities), draws[:, step])
+            )
             drawn_logp = _of_tokens(log_probabilities, proposal)
             confidence = drawn_logp.masked_fill(committed_mask, -torch.inf)
             committed = _largest(confidence, count)

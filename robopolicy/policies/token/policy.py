@@ -386,7 +386,10 @@ class TokenPolicy(nn.Module):
 
     @property
     def _action_language(self) -> ActionLanguage:
-        return ActionLanguage(self.language, self.action_embedding, self.head, self.config.token.temperature)
+        token = self.config.token
+        return ActionLanguage(
+            self.language, self.action_embedding, self.head, token.temperature, token.entropy_temperature
+        )
 
     def _prompt(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Prompt:
         """Process the instruction, with images if the checkpoint encodes them, and embed the rest of the

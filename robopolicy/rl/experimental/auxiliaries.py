@@ -6,6 +6,7 @@ the student lacks: privileged state, another camera (Vision-OPD).
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,6 +29,27 @@ def dagger(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
     Its chunks [n, C, A] become the targets of the student's own regression loss, [n, P, A]: shortened to P steps, or
     padded with masked steps. Returns a scalar. Raises ConfigError without a teacher.
     """
+    return weight * torch.stack([item.mean() for item in _imitation_losses(inputs).values()]).sum()
+
+
+@mechanism(Slot.AUXILIARY, "intervene", source="InT, arXiv:2601.14209", needs=(Need.TEACHER, Need.FIRST_ERRORS))
+def intervene(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
+    """Imitate the teacher at the first wrong decision of every failed episode, and nowhere else.
+
+    The wrong decision is extras["first_error"] of models=[q_ensemble,first_error]. What the student did before it stays
+    context. The sum over these chunks, divided by the number of all; the loss of a chunk is that of dagger. The paper
+    imitates corrections first (coefficient=none) and goes on with RL; both may also be learned at once. Returns a
+    scalar.
+    """
+    is_wrong = inputs.extras["first_error"]
+    return (
+        weight
+        * torch.stack([torch.where(is_wrong, item, 0.0).mean() for item in _imitation_losses(inputs).values()]).sum()
+    )
+
+
+def _imitation_losses(inputs: AuxiliaryInputs) -> Mapping[str, Tensor]:
+    """Return the terms [n] of the student's loss on the teacher's chunks at these states."""
     decision = require_input(inputs.teacher, "teacher").act(
         inputs.observation, inputs.context.generator, deterministic=True
     )
@@ -43,8 +65,7 @@ def dagger(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
         "actions": actions,
         "action_valid": valid.expand(len(actions), -1),
     }
-    losses = loss_of(inputs.policy, batch, inputs.context.generator)
-    return weight * torch.stack([item.mean() for item in losses.values()]).sum()
+    return loss_of(inputs.policy, batch, inputs.context.generator)
 
 
 @mechanism(

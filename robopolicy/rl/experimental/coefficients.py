@@ -11,7 +11,7 @@ from torch import Tensor
 
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.returns import discounted_sums
-from robopolicy.core.segments import Segments, quantile
+from robopolicy.core.segments import Segments, entropy_level
 from robopolicy.rl.coefficients import pair_mean, ppo
 from robopolicy.rl.context import Coefficients, Scored
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
@@ -148,9 +148,9 @@ def hapo(scored: Scored, *, pivot: float = 0.8, clip_strength: float = 1.0, gain
     the lower width becomes low (1 - clip_strength h), elsewhere the upper one high (1 + clip_strength h). The advantage
     becomes A (1 + gain h) where h > 0 outside the neutral zone of ratios, half of these widths around 1 (a moving
     high-entropy step counts more). Inside the zone this applies where h <= 0 (a stationary low-entropy step counts
-    less). The paper's entropy-dependent temperature concerns sampling, its average over tokens the advantage; neither
-    is included. In the authors' code h is positive on both sides, so that low-entropy steps also move further; this is
-    the paper's h.
+    less). The paper's temperature is policy.token.entropy_temperature=.05, its average over tokens
+    options.grpo.by_steps=true. In the authors' code h is positive on both sides, so that low-entropy steps also move
+    further; this is the paper's h.
     """
     h = entropy_level(scored.extra("entropy"), scored.mask, pivot)
     low = scored.clip_low * (1 - clip_strength * h.clamp(max=0))
@@ -158,16 +158,6 @@ def hapo(scored: Scored, *, pivot: float = 0.8, clip_strength: float = 1.0, gain
     neutral = (scored.ratio > 1 - low / 2) & (scored.ratio < 1 + high / 2)
     advantage = torch.where(neutral == (h > 0), scored.advantage, scored.advantage * (1 + gain * h))
     return ppo(scored.log_ratio, advantage, low, high, scored.clamped), {}
-
-
-def entropy_level(entropy: Tensor, mask: Tensor, pivot: float) -> Tensor:
-    """Compute HAPO's h in [-1, 1], shaped as entropy (nats): the log-entropy relative to the masked entries' quantile
-    `pivot`, divided by the maximum distance on that side; 0 outside the mask.
-    """
-    level = entropy.clamp(min=1e-6).log()
-    centred = torch.where(mask, level - quantile(level[mask], pivot, nearest=True), 0.0)
-    above, below = centred.clamp(min=0), centred.clamp(max=0)
-    return above / above.max().clamp(min=1e-6) + below / below.min().abs().clamp(min=1e-6)
 
 
 @mechanism(Slot.COEFFICIENT, "future_ratio", source="APPO, arXiv:2606.12384", needs=(Need.WHOLE_EPISODES,))

@@ -446,3 +446,35 @@ def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
         key: _joined(value, second[key]) if is_mapping(value) else torch.cat([value, second[key]])
         for key, value in first.items()
     }
+
+
+@mechanism(
+    Slot.MODEL,
+    "first_error",
+    source="InT, arXiv:2601.14209",
+    needs=(Need.EPISODES, Need.VALUES),
+    gives=(Need.FIRST_ERRORS,),
+)
+class FirstError:
+    """Mark the first decision of every failed episode after which the value falls by at least `drop`.
+
+    V of q_ensemble (target=monte_carlo), which stands before it in models; after the last decision of a failure it is
+    0. In the paper a language model finds the first wrong step of a solution. Adds extras["first_error"] [B, T] bool.
+    """
+
+    def __init__(self, tools: Tools, *, drop: float = 0.2):
+        self.drop = drop
+
+    def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
+        """Add the marks."""
+        values = torch.where(rollouts.alive, rollouts.extras["v"].clamp(0, 1), 0.0)
+        following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+        falls = (values - following >= self.drop - 1e-6) & rollouts.alive & ~rollouts.row_success[:, None]
+        return rollouts.with_extras(first_error=falls & (falls.cumsum(1) == 1))
+
+    def tree(self) -> dict[str, Any]:
+        """Return an empty state."""
+        return {}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Do nothing; there is no state."""

@@ -17,21 +17,25 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.images import Keeping
-from robopolicy.core.policy import Policy, Trainable
+from robopolicy.core.policy import Policy, Trainable, is_condition
 from robopolicy.core.randomness import derive_seed, episode_seeds
 from robopolicy.core.rollouts import Rollouts, concatenate
+from robopolicy.core.segments import Segments
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
 from robopolicy.core.world import Snapshot, World
 from robopolicy.rl.algorithm import Algorithm
+from robopolicy.rl.branch_rules import RULES
 from robopolicy.rl.collect import Streams, play, start_streams
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
+from robopolicy.rl.experimental.budgets import SetsBudgets
+from robopolicy.rl.experimental.retry import GivesHelp
 from robopolicy.rl.initial_states import Beliefs, LimitsLengths, SeesStarts, Uniform
 from robopolicy.rl.registry import Need
 from robopolicy.training.collection.protocol import while_collecting
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
-from robopolicy.training.experience import with_executed
+from robopolicy.training.experience import conditions_of, with_executed
 
 
 def start_pool(seed: int, starts: int, instructions: int = 1) -> tuple[np.ndarray, list[int]]:
@@ -56,8 +60,9 @@ def in_all_words(requests: Sequence[Request], spec: WorldSpec) -> list[Request]:
 
 def branching_of(config: FinetuneConfig) -> Branching:
     """Return the configured branching of episodes."""
-    uncertain = config.branch_by == "uncertainty"
-    return Branching(config.branch_at, config.branch_width, config.branch_sampling_step, uncertain)
+    uncertain, rule = config.branch_by == "uncertainty", RULES.get(config.branch_by)
+    at = () if rule else config.branch_at
+    return Branching(at, config.branch_width, config.branch_sampling_step, uncertain, rule)
 
 
 class EpisodeCollector:
@@ -103,7 +108,14 @@ class EpisodeCollector:
     def batch(self, number: int, version: int) -> Rollouts:
         """Return the episodes of batch `number`, with `start` and `hint` [B, T] among their extras."""
         with while_collecting(number):
-            return self._finished(self._groups(number, version), version)
+            rollouts = self._finished(self._groups(number, version), version)
+            if isinstance(self.allocator, SetsBudgets):
+                rollouts = rollouts.with_extras(
+                    budget=budget_of(rollouts.task, self.world.spec, self.allocator.budgets)
+                )
+            if not isinstance(self.allocator, GivesHelp):
+                return rollouts
+            return settle_helped(rollouts, self.policy, self.world.spec.instructions, self.allocator)
 
     @property
     def held(self) -> set[int]:
@@ -179,6 +191,8 @@ class EpisodeCollector:
 
         def requests(sizes: list[int]) -> list[Request]:
             new_requests = groups_of(seeds, sizes, tasks)
+            if isinstance(self.allocator, SetsBudgets):
+                new_requests = with_budgets(new_requests, self.world.spec, self.allocator.budgets)
             placed = [
                 replace(item, group=first + item.group, state=states[item.group], limit=limits[item.group])
                 for item in new_requests
@@ -197,6 +211,9 @@ class EpisodeCollector:
                 break
             added = self._play(requests(extra_episodes), batch, version, again=again)
             rollouts = concatenate([rollouts, added], same_groups=True)
+        helped = self._helped(rollouts, (first, batch, version), seeds, starts) if len(rollouts.group) else None
+        if helped is not None:
+            rollouts = helped
         origins = [self.begun[group] for group in rollouts.group.tolist()]
         device, shape = rollouts.group.device, rollouts.shape
         start = torch.tensor([start for start, _ in origins], device=device)
@@ -216,16 +233,43 @@ class EpisodeCollector:
         if self.config.overprovision:
             places = torch.unique(places, return_inverse=True)[1]
             count = int(places.max()) + 1
-        episode_counts = np.bincount(places, minlength=count)
-        success_counts = np.bincount(places, rollouts.row_success.cpu(), count)
-        extra_episodes = self.allocator.extend(success_counts / np.maximum(episode_counts, 1), episode_counts)
-        if self.config.overprovision and sum(extra_episodes):
+        extra_episodes = self.allocator.extend(*_results(places, rollouts, count))
+        if self.config.overprovision and (sum(extra_episodes) or isinstance(self.allocator, GivesHelp)):
             raise ConfigError(
                 f"The allocator {type(self.allocator).__name__} adds episodes to a group after seeing its outcomes, "
                 "but with overprovision groups are used as soon as they are complete: set overprovision=0, or "
                 "choose another allocator."
             )
         return list(extra_episodes)
+
+    def _helped(
+        self, rollouts: Rollouts, place: tuple[int, int, int], seeds: np.ndarray, starts: np.ndarray
+    ) -> Rollouts | None:
+        """Play the episodes with help that the allocator requests, and append them, marked; None if it gives no help.
+
+        place: first group number, batch and version.
+        """
+        if not isinstance(self.allocator, GivesHelp):
+            return None
+        first, batch, version = place
+        context = Context(torch.Generator(), iteration=batch, iterations=self.config.iterations)
+        results = _results((rollouts.group - first).cpu(), rollouts, len(seeds))
+        spec, requests = self.world.spec, list[Request]()
+        for number, count in enumerate(self.allocator.helped(*results, context)):
+            row = int((rollouts.group == first + number).nonzero()[0])
+            task, state = int(rollouts.task[row, 0]), None
+            if self.allocator.depth and self.demonstrations is not None:
+                state = self.demonstrations.state(int(starts[number]), self.allocator.depth)[0]
+            elif not self.allocator.depth:
+                wordings = other_wordings(spec, task)
+                task = wordings[batch % len(wordings)] if wordings else task
+            if state is not None or task != int(rollouts.task[row, 0]):
+                requests += [Request(int(seeds[number]), first + number, task, state)] * count
+        parts = [rollouts]
+        if requests:
+            parts.append(self._play(requests, batch, version, again=1))
+        marked = [part.with_extras(helped=torch.full_like(part.alive, is_added)) for is_added, part in enumerate(parts)]
+        return concatenate(marked, same_groups=True) if requests else marked[0]
 
     def _hinted(self, batch: int, starts: np.ndarray) -> tuple[list[Snapshot | None], list[float]]:
         """Return the demonstrated state that each group starts from (None: the initial state), and its depth in the
@@ -317,6 +361,67 @@ class EpisodeCollector:
             return False
         self.player.restore(tree)
         return True
+
+
+def _results(places: Tensor, rollouts: Rollouts, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return success rates and numbers of episodes [n] by the place of each row's group, [B]."""
+    episode_counts = np.bincount(places, minlength=count)
+    success_counts = np.bincount(places, rollouts.row_success.cpu(), count)
+    return success_counts / np.maximum(episode_counts, 1), episode_counts
+
+
+def with_budgets(requests: Sequence[Request], spec: WorldSpec, budgets: Sequence[float]) -> list[Request]:
+    """Give the i-th episode of every group the wording of budget i mod n; raises ConfigError without n wordings."""
+    counts, new_requests = Counter[int](), list[Request]()
+    for request in requests:
+        wordings = sorted([request.task, *other_wordings(spec, request.task)])
+        if len(wordings) != len(budgets):
+            raise ConfigError(
+                f"allocator=budgets: '{spec.instructions[request.task]}' has {len(wordings)} wordings for "
+                f"{len(budgets)} budgets, which a policy hears in them: set world.phrasing=both, a task with so many "
+                "(Task.paraphrases), or options.budgets.budgets."
+            )
+        new_requests.append(replace(request, task=wordings[counts[request.group] % len(wordings)]))
+        counts[request.group] += 1
+    return new_requests
+
+
+def budget_of(task: Tensor, spec: WorldSpec, budgets: Sequence[float]) -> Tensor:
+    """Return the budget of every chunk and the horizon, in control steps, [B, T, 2], by the index of its wording."""
+    places = [sorted([index, *other_wordings(spec, index)]).index(index) for index in range(len(spec.instructions))]
+    steps = torch.tensor([budgets[min(place, len(budgets) - 1)] * spec.horizon for place in places])
+    budget = steps.to(task.device)[task]
+    return torch.stack([budget, torch.full_like(budget, float(spec.horizon))], -1)
+
+
+def other_wordings(spec: WorldSpec, task: int) -> list[int]:
+    """Return the indices of the world's instructions that say the same as number `task` in other words."""
+    plain = spec.meaning(spec.instructions[task])
+    return [index for index, text in enumerate(spec.instructions) if index != task and spec.meaning(text) == plain]
+
+
+def settle_helped(
+    rollouts: Rollouts, policy: Trainable, instructions: tuple[str, ...], allocator: GivesHelp
+) -> Rollouts:
+    """Give helped episodes the instruction that they are scored under, and the group that they are compared with.
+
+    Their log-probabilities stay those that they were chosen with, so the ratio is that of the present policy under the
+    plain instruction to the acting one with help.
+    """
+    helped = rollouts.extras["helped"][:, 0]
+    if not bool(helped.any()):
+        return rollouts
+    groups = Segments.of(rollouts.group)
+    if allocator.forget:
+        plain = groups.maximum(rollouts.task[:, 0].double(), ~helped)[groups.index].long()
+        rollouts = replace(rollouts, task=torch.where(helped[:, None], plain[:, None], rollouts.task))
+        if any(is_condition(name) for name in rollouts.latents):  # what a frozen encoder made of the other words
+            conditions = conditions_of(rollouts, policy, instructions)
+            rollouts = replace(rollouts, latents={**rollouts.latents, **conditions})
+    if not allocator.together:
+        # Beyond all numbers of groups, which are counted through a run.
+        rollouts = replace(rollouts, group=rollouts.group + helped.long() * 2**40)
+    return rollouts
 
 
 class StreamCollector:

@@ -353,6 +353,25 @@ class IdqlConfig:
 
 
 @dataclass(frozen=True)
+class LatentSeekConfig:
+    """LatentSeek: an unchanged denoising policy acts from initial noise that was moved towards higher values of the
+    critic, by gradient steps at every policy call, arXiv:2505.13308.
+    """
+
+    builds: ClassVar[str] = "robopolicy.training.offline.seeking:LatentSeek"
+    deploys_critic: ClassVar[bool] = True
+    """Whether the critic acts together with the policy, so that it reads only the policy's observations."""
+    steps: Count = 10
+    """Number of gradient steps that a round adds; fewer after a rejected one."""
+    learning_rate: Positive = 0.03
+    """Step size (Adam)."""
+    noise_penalty: NonNegative = 0.01
+    """Weight of the noise's mean square, which keeps it where the policy was trained."""
+    enough: float | None = None
+    """Value of the critic beyond which a row stops, null for none."""
+
+
+@dataclass(frozen=True)
 class GuidedConfig(FormerNames):
     """Synthetic episodes from a diffusion model of the log, guided towards the policy: arXiv:2404.06356."""
 
@@ -395,6 +414,7 @@ IMPROVERS = Kinds(
         "recap": "robopolicy.training.offline.configuration:RecapConfig",
         "dsrl": "robopolicy.training.offline.configuration:DsrlConfig",
         "idql": "robopolicy.training.offline.configuration:IdqlConfig",
+        "latent_seek": "robopolicy.training.offline.configuration:LatentSeekConfig",
         "imagined_ppo": "robopolicy.training.offline.configuration:ImaginedPpoConfig",
     },
 )

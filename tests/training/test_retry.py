@@ -1,0 +1,123 @@
+"""Second attempts in collection: who plays what, under which words it is scored, and what is reported."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from bandit_toys import BanditWorld
+from seeing_toys import denoising_policy, token_policy
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import TASK
+from robopolicy.core.world import Step
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.training.collection import make_collector
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.experience import episode_metrics, recompute_log_probs
+from robopolicy.training.finetune import finetune
+
+CONFIG = FinetuneConfig(
+    algorithm="grpo",
+    allocator="retry_wording",
+    iterations=2,
+    groups=4,
+    group_size=3,
+    num_initial_states=4,
+    epochs=1,
+    minibatch=64,
+    evaluate_every=0,
+)
+PLAIN, HELP = "go", "go left first"
+
+
+class Advised(BanditWorld):
+    """Succeeds if and only if it is told how."""
+
+    def __init__(self, batch_size: int):
+        super().__init__(batch_size, 3, terminates=True)
+        self.spec = replace(self.spec, instructions=(PLAIN, HELP), paraphrases={PLAIN: (HELP,)})
+        self.task = np.zeros(batch_size, dtype=int)
+
+    def reset(self, rows=None, seeds=None, options=None) -> dict:
+        self.task[np.arange(self.batch_size) if rows is None else np.asarray(rows)] = options["task"]
+        return super().reset(rows, seeds, options)
+
+    def observe(self) -> dict:
+        return {**super().observe(), TASK: np.array(self.spec.instructions)[self.task]}
+
+    def step(self, actions: np.ndarray) -> Step:
+        step = super().step(actions)
+        return replace(step, success=step.terminated & (self.task == 1))
+
+
+def collected(make, **options):
+    config = replace(CONFIG, options={"retry_wording": options})
+    world = Advised(6)
+    policy = make(world)
+    policy.prepare_finetuning()
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # a fresh network's last layer hears no words
+        for parameter in policy.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws))
+    rollouts = make_collector(world, policy, build_algorithm(config), config, 0, draws).collect(0)
+    return rollouts, policy, world.spec.instructions
+
+
+@pytest.mark.checks("allocator/retry_wording", "Guide-GRPO")
+@pytest.mark.parametrize("make", [denoising_policy, token_policy])
+def test_failed_groups_play_again_in_other_words_and_learn_without_them(make):
+    """Starts 0 and 2 hear the plain instruction and fail; 1 and 3 hear the help and succeed."""
+    rollouts, policy, instructions = collected(make, together=False, forget=True)
+    helped = rollouts.extras["helped"][:, 0]
+    assert helped.tolist() == [False] * 12 + [True] * 6
+    assert (
+        rollouts.row_success[helped].all()
+        and sorted(rollouts.extras["start"][helped][:, 0].tolist()) == [0] * 3 + [2] * 3
+    )
+    assert not rollouts.task[helped].any(), "they are scored under the plain instruction"
+    assert set(rollouts.group[helped].tolist()).isdisjoint(rollouts.group[~helped].tolist())
+    told = replace(rollouts, task=torch.where(helped[:, None], 1, rollouts.task))
+    as_played = recompute_log_probs(told, policy, instructions)[0]
+    torch.testing.assert_close(as_played, rollouts.logp_behaviour.float(), atol=1e-4, rtol=1e-4)
+    plain = recompute_log_probs(rollouts, policy, instructions)[0]
+    assert not torch.allclose(plain[helped], as_played[helped], atol=1e-4), "so the ratio does not begin at 1"
+    assert episode_metrics(rollouts.unaided)["success"] == 0.5, "success with help is not reported"
+
+
+@pytest.mark.checks("NuRL")
+def test_helped_episodes_may_be_compared_with_the_others_under_their_own_words():
+    rollouts, policy, instructions = collected(token_policy, together=True, forget=False, count=2)
+    helped = rollouts.extras["helped"][:, 0]
+    assert int(helped.sum()) == 4 and bool((rollouts.task[helped] == 1).all())
+    groups = [rollouts.group[rows].unique().tolist() for rows in (helped, ~helped)]
+    assert set(groups[0]) <= set(groups[1]) and len(groups[1]) == 4
+    scores = recompute_log_probs(rollouts, policy, instructions)[0]
+    torch.testing.assert_close(scores, rollouts.logp_behaviour.float(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.checks("ICPO", "NuRL")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"coefficient": "icpo", "rewards": ("helped_bonus",), "options": {"retry_wording": {"rate": 1.0, "count": 1}}},
+        {"selection": ("plain_rows",), "options": {"retry_wording": {"together": True, "forget": False}}},
+    ],
+)
+def test_a_run_learns_from_helped_episodes(changes: dict):
+    world = Advised(6)
+    policy = token_policy(world)
+    policy.prepare_finetuning()
+    before = [parameter.detach().clone() for parameter in policy.parameters()]
+    finetune(policy, None, world, replace(CONFIG, **changes))
+    assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def test_help_is_refused_where_groups_are_used_as_soon_as_they_are_complete():
+    world = Advised(6)
+    config = replace(CONFIG, overprovision=0.5)
+    policy = token_policy(world)
+    collector = make_collector(world, policy, build_algorithm(config), config, 0, torch.Generator())
+    with pytest.raises(ConfigError, match="set overprovision=0"):
+        collector.collect(0)
