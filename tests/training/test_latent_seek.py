@@ -58,11 +58,11 @@ def test_noise_climbs_to_where_value_and_penalty_balance():
 @pytest.mark.checks("LatentSeek")
 def test_a_frozen_policy_comes_nearer_to_what_the_critic_prefers(imitated):
     known = lesson()
-    before = {name: value.clone() for name, value in imitated.state_dict().items()}
+    before = [parameter.detach().clone() for parameter in imitated.parameters()]
     config = LatentSeekConfig(steps=20, learning_rate=0.1)
     away = [distance(SeekingPolicy(imitated, known.critic, known.interface, config, steps)) for steps in (0, 20, 60)]
     assert away[0] == distance(imitated) and away[2] < away[1] < away[0] and away[2] < 0.5 * away[0]
-    assert all(torch.equal(before[name], value) for name, value in imitated.state_dict().items())
+    assert all(torch.equal(old, new) for old, new in zip(before, imitated.parameters(), strict=True))
     observation = {"observation.state": torch.rand(4, 1, 1)}
     policy = SeekingPolicy(imitated, known.critic, known.interface, config, 60)
     actions = policy.act(observation, torch.Generator().manual_seed(0), deterministic=True).actions

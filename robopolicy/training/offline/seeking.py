@@ -87,8 +87,14 @@ class SeekingPolicy(AgentAroundBase[Steerable]):
             return self.base.to_actions(self.base.trajectory(observation, noise)[:, -1])
 
         device = next(self.base.parameters()).device
-        noise = normal((rows, *self.base.noise_shape), generator, device)
-        return Decision(decide(seek(lambda noise: score(observation, decide(noise)), noise, self.config, steps)))
+        with torch.inference_mode(False):  # tensors of inference mode take no part in gradients, so they are copied
+            observation = {
+                key: value.clone() if isinstance(value, Tensor) else value for key, value in observation.items()
+            }
+            noise = normal((rows, *self.base.noise_shape), generator, device)
+            sought = seek(lambda noise: score(observation, decide(noise)), noise, self.config, steps)
+            with torch.no_grad():
+                return Decision(decide(sought))
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint atomically, including the base and the critics."""
