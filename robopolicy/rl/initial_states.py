@@ -176,6 +176,30 @@ class LimitsLengths(Protocol):
         ...
 
 
+@runtime_checkable
+class GivesHelp(Protocol):
+    """An allocator that plays more episodes with help once a group's outcomes are known.
+
+    depth: fraction of the demonstration to start after, 0: another wording of the instruction instead; together:
+    compared with the group's other episodes, else with each other; forget: learned from as if there had been no help.
+    """
+
+    depth: float
+    together: bool
+    forget: bool
+
+    def helped(self, rate: Array, sizes: Array, context: Context) -> list[int]:
+        """Return the number of helped episodes for groups with these success rates and sizes, [n]."""
+        ...
+
+
+@runtime_checkable
+class SetsBudgets(Protocol):
+    """An allocator that divides groups among budgets, as fractions of the world's horizon."""
+
+    budgets: tuple[float, ...]
+
+
 @mechanism(Slot.ALLOCATOR, "uniform", source="GRPO, arXiv:2402.03300")
 class Uniform:
     """Give every initial state the same number of episodes."""

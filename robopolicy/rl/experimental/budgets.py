@@ -7,7 +7,6 @@ values are chosen here.
 
 import math
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,13 +18,6 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.experimental.rewards import at_last_step, last_chunk
 from robopolicy.rl.initial_states import Uniform
 from robopolicy.rl.registry import Need, Slot, mechanism
-
-
-@runtime_checkable
-class SetsBudgets(Protocol):
-    """An allocator that divides groups among budgets, as fractions of the world's horizon."""
-
-    budgets: tuple[float, ...]
 
 
 @mechanism(

@@ -6,7 +6,6 @@ that is reported nor for the sampler.
 """
 
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,23 +19,6 @@ from robopolicy.rl.context import Coefficients, Context, Scored
 from robopolicy.rl.experimental.rewards import at_last_step
 from robopolicy.rl.initial_states import Uniform
 from robopolicy.rl.registry import Need, Slot, mechanism
-
-
-@runtime_checkable
-class GivesHelp(Protocol):
-    """An allocator that plays more episodes with help once a group's outcomes are known.
-
-    depth: fraction of the demonstration to start after, 0: another wording of the instruction instead; together:
-    compared with the group's other episodes, else with each other; forget: learned from as if there had been no help.
-    """
-
-    depth: float
-    together: bool
-    forget: bool
-
-    def helped(self, rate: Array, sizes: Array, context: Context) -> list[int]:
-        """Return the number of helped episodes for groups with these success rates and sizes, [n]."""
-        ...
 
 
 class Retry(Uniform):

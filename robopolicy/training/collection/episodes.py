@@ -28,9 +28,7 @@ from robopolicy.rl.branch_rules import RULES
 from robopolicy.rl.collect import Streams, play, start_streams
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
-from robopolicy.rl.experimental.budgets import SetsBudgets
-from robopolicy.rl.experimental.retry import GivesHelp
-from robopolicy.rl.initial_states import Beliefs, LimitsLengths, SeesStarts, Uniform
+from robopolicy.rl.initial_states import Beliefs, GivesHelp, LimitsLengths, SeesStarts, SetsBudgets, Uniform
 from robopolicy.rl.registry import Need
 from robopolicy.training.collection.protocol import while_collecting
 from robopolicy.training.configuration import FinetuneConfig
