@@ -16,7 +16,7 @@ _BARE = re.compile(r"(?<![\w.:/\[({'\"-])([a-z][a-z0-9_]*)=(?=[\w\[{\"'-])")
 
 
 RARE = {
-    "FinetuneConfig": "branch_width packed_images proximal_decay teacher_decay_fraction actor_warmup weight_decay"
+    "FinetuneConfig": "packed_images proximal_decay teacher_decay_fraction actor_warmup weight_decay"
     " gradient_clip clip_rate fsdp overlap_evaluation critic_learning_rate teacher_episode_fraction",
     "TrainSection": "exclude_episodes rename",
     "FinetuneSection": "critic_width expert teachers",
@@ -43,8 +43,8 @@ RARE = {
     "OnlineConfig": "base_policy_fraction conservative",
     "ServerConfig": "max_batch_size max_queue_size request_timeout hang_timeout chunking_options session_expiry"
     " record_limit detectors probation max_alarm_rate",
-    "AssistConfig": "random_rate operator_options",
-    "DriveAssist": "no_progress_steps rewind operators",
+    "AssistConfig": "operator_options",
+    "DriveAssist": "no_progress_steps random_rate rewind operators",
     "WeightedImitationConfig": "max_weight",
     "FilteredImitationConfig": "positive_fraction",
     "RecapConfig": "indicator_dropout positive_fraction",

@@ -346,7 +346,7 @@ class _Takes:
         return list(itertools.accumulate(_operated(self.done[position]) for position in finished))
 
     def within(self, frames: int) -> int:
-        """Return how many of the first episodes have this many control steps of operators, at most all."""
+        """Return the number of first episodes that have `frames` control steps of operators together, at most all."""
         sums = self.operated()
         return min(sum(each < frames for each in sums) + 1, len(sums))
 
