@@ -36,7 +36,7 @@ RARE = {
     " autoencoder_step_fraction readout_step_fraction memory_noise present_noise repeat_present_fraction"
     " bootstrap_steps change_threshold",
     "ReadoutConfig": "positive_fraction imagined_fraction members",
-    "GuidedConfig": "width batch_size",
+    "GuidedConfig": "length width batch_size",
     "IqlConfig": "max_weight",
     "SacConfig": "target_entropy entropy_backup actor_learning_rate",
     "GateSection": "metric per_decision",

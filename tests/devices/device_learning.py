@@ -189,7 +189,7 @@ def judged(device: str) -> dict[str, Any]:
     best = BestOfPolicy(policy, agent_of("iql", device, interface), interface, 3)
     values: dict[str, Any] = {"fqe": fitted.values(data.transitions.state, flat), **played(best, device)}
     for coin in ("step", "episode"):
-        mixed = MixedPolicy(policy, made("diffusion", device), 0.5, coin)
+        mixed = MixedPolicy(policy, made("diffusion", device), 0.5, 4, coin)
         mixed.reset()
         mixed.reset(np.array([0]))
         values[coin] = played(mixed, device)
