@@ -16,7 +16,7 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Policy, TensorObservation, Trainable
 from robopolicy.core.randomness import Generators, normal
-from robopolicy.core.spec import PolicySpec
+from robopolicy.core.spec import PolicySpec, validate_observation
 from robopolicy.rl.offline.agent import OfflineAgent, minimum_value_of
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.training.critics import (
@@ -80,6 +80,7 @@ class SeekingPolicy(AgentAroundBase[Steerable]):
         steps = int(self.steps)
         if not steps:
             return Decision(self.inner.act(observation, generator, deterministic=deterministic).actions)
+        validate_observation(observation, self.spec.observation, history=self.spec.history)
         rows = len(next(value for value in observation.values() if isinstance(value, Tensor)))
         score = minimum_value_of(self.agent, self.interface)
 
