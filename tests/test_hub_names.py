@@ -25,6 +25,7 @@ LOCAL = {
         "dppo",
         "output",
         "record",
+        "teachers",
         "detector",
         "detect",
         "gate",

@@ -20,7 +20,7 @@ CHECKPOINTS = frozenset(
 DATASETS = frozenset(
     (
         *("data", "dataset", "extra_datasets", "reference_dataset", "merge", "source", "expert_datasets"),
-        *("positives", "negatives", "demonstrations"),
+        *("positives", "negatives", "demonstrations", "recover_data"),
     )
 )
 """Names of settings that contain datasets, in any section."""

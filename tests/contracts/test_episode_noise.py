@@ -27,6 +27,8 @@ from robopolicy.rl.offline.configuration import AGENTS, RlpdConfig
 from robopolicy.rl.offline.edit import Edit
 from robopolicy.training.critics import AgentPolicy, BestOfPolicy, interface_of, steer
 from robopolicy.training.editing import EditedPolicy
+from robopolicy.training.offline.configuration import LatentSeekConfig
+from robopolicy.training.offline.seeking import SeekingPolicy
 from sims.engine import MujocoWorld
 from sims.experts import NoisyController, noise_level
 from sims.registry import load_task
@@ -93,6 +95,11 @@ def editing() -> Policy:
     return EditedPolicy(base, agent, interface, count=3)
 
 
+def seeking() -> Policy:
+    base = diffusion()
+    return SeekingPolicy(base, *agent(), LatentSeekConfig(), 2)
+
+
 def planned() -> Policy:
     spec, episodes = shown()
     model = EnsembleModel.build(EnsembleConfig(members=2, width=16, depth=1, head_width=16), spec, episodes, seed=0)
@@ -127,6 +134,7 @@ MAKERS: dict[str, Callable[[], Policy]] = {
     "agent": lambda: AgentPolicy(*agent(), shown()[0].fps),
     "best_of": lambda: BestOfPolicy(diffusion(), *agent(), 3),
     "steered": steering,
+    "seeking": seeking,
     "edited": editing,
     "planned": planned,
     "mixed": lambda: MixedPolicy(diffusion(), diffusion(), 0.5, 10, "step"),

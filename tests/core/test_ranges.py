@@ -19,6 +19,7 @@ FREE = {
     "margin",
     "relative_margin",
     "threshold",
+    "enough",
     "plan.uncertainty",
     "drive.rate",
     "scale",

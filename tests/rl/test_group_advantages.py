@@ -31,7 +31,8 @@ def annotated(rollouts: Rollouts, seed: int) -> Rollouts:
     """Add what models and a critic would have said."""
     draws = torch.Generator().manual_seed(seed)
     names = {"q": (), "v": (), "preference": (), "advantage_gae": (), "flow_return": ()}
-    names |= dict.fromkeys(("process", "flow_value"), rollouts.mask.shape[-1:])
+    per_step = ("process", "flow_value", "teacher_logp", "current_logp", "score_norm")
+    names |= dict.fromkeys(per_step, rollouts.mask.shape[-1:]) | {"budget": (2,)}
     drawn = {name: torch.randn((*rollouts.shape, *trailing), generator=draws) for name, trailing in names.items()}
     alive = rollouts.alive
     start = rollouts.group[:, None].expand(rollouts.shape)

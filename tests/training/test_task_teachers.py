@@ -9,7 +9,7 @@ from seeing_toys import SeeingWorld, token_policy
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Scores
-from robopolicy.rl.experimental.coefficients import on_policy_distillation
+from robopolicy.rl.coefficients import on_policy_distillation
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance

@@ -10,12 +10,12 @@ from robopolicy.rl.registry import Slot, mechanism
 
 
 def chance_of_mixed(rate: Array, size: Array) -> Array:
-    """Return the probability 1 - v^m - (1 - v)^m that m episodes with success rate v have both outcomes, broadcast."""
+    """Return the probability 1 - v^m - (1 - v)^m that m episodes with success rate v have both outcomes, [...]."""
     return np.where(size > 0, 1 - rate**size - (1 - rate) ** size, 0.0)
 
 
 def chance_of_other(outcome: Array, value: Array, count: Array | int) -> Array:
-    """Return the probability that one of `count` continuations of a played episode ends differently, broadcast.
+    """Return the probability that one of `count` continuations of a played episode ends differently, [...].
 
     1 - [r V + (1 - r) (1 - V)]^k for an outcome r of 0 or 1, and a success rate V from the state of its prefix.
     """

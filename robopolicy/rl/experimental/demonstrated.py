@@ -50,7 +50,7 @@ def one_step(inputs: AuxiliaryInputs, *, weight: float = 0.1, draws: int = 8, be
     In expectation the gradient by the logits is -(1 - beta) pi(y) (e_y - pi), imitation weighed by the probability of
     the demonstrated token y: what the policy would hardly do is hardly imitated. A drawn continuous action is never
     equal to a demonstrated one, so this is for tokens. The paper's numbers were not found; these are ours. Returns a
-    scalar.
+    scalar, [].
     """
     observation, latents, mask = demonstrated_chunks(inputs)
     scores = scores_of(inputs.policy, observation, latents)
@@ -87,7 +87,7 @@ def f_imitation(
     divergence that the policy is kept near its base in: total_variation r, which is plain imitation; pearson r - r^2 /
     4; hellinger r / (1 + r); jensen_shannon log(2 - exp(-r)). r is held above -1/2, where the last two would end. The
     paper, which could not be read, derives such losses and uses small learning rates; these forms are derived here.
-    Returns a scalar. Raises ConfigError for an unknown divergence.
+    Returns a scalar, []. Raises ConfigError for an unknown divergence.
     """
     if divergence not in FORMS:
         raise unknown_option("f_imitation.divergence", divergence, FORMS)

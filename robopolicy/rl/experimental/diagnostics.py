@@ -18,7 +18,7 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 def moved_masks(first: Mapping[str, Tensor], last: Mapping[str, Tensor], threshold: float) -> dict[str, Tensor]:
-    """Return the entries that changed by more than `threshold`, name -> bool, of the tensors that both have."""
+    """Return the entries that changed by more than `threshold`, name -> bool [...], of the tensors that both have."""
     return {
         name: (last[name].double() - value.double()).abs() > threshold
         for name, value in first.items()
@@ -109,7 +109,7 @@ class DistillationAngle:
         del tools
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Log the figures."""
+        """Log the figures. Raises ConfigError for branches inside policy calls."""
         if in_sampling_steps(rollouts):
             raise ConfigError("models=[distillation_angle] compares complete chunks: set branch_sampling_step=null.")
         owner, (values, _) = owners(rollouts), subtree_means(rollouts, rollouts.row_return.double())

@@ -135,7 +135,7 @@ def helped_rows(rollouts: Rollouts) -> Tensor:
 
 @mechanism(Slot.SELECTION, "plain_rows", source="NuRL, arXiv:2509.25666", needs=(Need.GROUPS,))
 def plain_rows(rollouts: Rollouts, context: Context, *, keep: int = 1) -> Tensor:
-    """In groups with helped episodes, keep only the first `keep` without help, and so many in all as without help.
+    """In groups with helped episodes, keep only the first `keep` without help, and as many in all as without help.
 
     Returns keep [B] bool.
     """

@@ -109,10 +109,10 @@ class ValueSampler:
         return rates
 
     def state(self) -> dict[str, Any]:
-        """Return what was seen, and the results."""
+        """Return the first observations and the results so far."""
         return {"seen": {str(number): value for number, value in self.seen.items()}, "results": self.results}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore what was seen, and the results."""
+        """Restore the first observations and the results."""
         self.seen = {int(number): list(value) for number, value in state["seen"].items()}
         self.results = state["results"]
