@@ -55,5 +55,5 @@ def test_a_run_with_budgets_learns_and_one_without_wordings_is_refused():
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     finetune(policy, None, world, config)
     assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
-    with pytest.raises(ConfigError, match=r"'go' has 2 wordings for 4 budgets.*set world.phrasing=both"):
+    with pytest.raises(ConfigError, match=r"has 2 wordings for 4 budgets.*set world\.options\.phrasing=all"):
         finetune(policy, None, world, BUDGETS)

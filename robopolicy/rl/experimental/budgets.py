@@ -1,8 +1,8 @@
 """Experimental budgets of time that a policy is asked and paid to keep: HBPO, arXiv:2507.15844.
 
 A policy hears its budget in the wording of the instruction: the i-th of a world's wordings of the same instruction
-(world.phrasing=both, `Task.paraphrases`) stands for the i-th budget. alpha and beta of the paper were not found; their
-values are chosen here.
+(world.options.phrasing=all, `Task.paraphrases`) stands for the i-th budget. alpha and beta of the paper were not found;
+their values are chosen here.
 """
 
 import math

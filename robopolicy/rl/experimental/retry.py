@@ -102,12 +102,12 @@ class RetryState(Retry):
 class RetryWording(Retry):
     """Play groups with a success rate of at most `rate` again, under other words: `count` episodes more.
 
-    The words are another of the world's wordings of the same instruction (world.phrasing=both), such as one that names
-    the stages; instructions without one get no help. forget: Guide-GRPO, each episode is learned from under the plain
-    instruction, with the ratio pi(step | plain) / pi_old(step | helped), else under the words that it was given. The
-    other options are those of retry_state. Guide-GRPO: the defaults. NuRL: forget=false together=true, with selection=
-    [plain_rows]. Agent-RLVR: per_failure=true rate=1. ICPO: rate=1 count=1 together=true, with coefficient=icpo and
-    rewards=[helped_bonus]. CLPO: rate=.7 forget=false, with selection=[mixed_outcomes].
+    The words are another of the world's wordings of the same instruction (world.options.phrasing=all), such as one that
+    names the stages; instructions without one get no help. forget: Guide-GRPO, each episode is learned from under the
+    plain instruction, with the ratio pi(step | plain) / pi_old(step | helped), else under the words that it was given.
+    The other options are those of retry_state. Guide-GRPO: the defaults. NuRL: forget=false together=true, with
+    selection=[plain_rows]. Agent-RLVR: per_failure=true rate=1. ICPO: rate=1 count=1 together=true, with
+    coefficient=icpo and rewards=[helped_bonus]. CLPO: rate=.7 forget=false, with selection=[mixed_outcomes].
     """
 
     depth = 0.0

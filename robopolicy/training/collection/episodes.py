@@ -376,8 +376,8 @@ def with_budgets(requests: Sequence[Request], spec: WorldSpec, budgets: Sequence
         if len(wordings) != len(budgets):
             raise ConfigError(
                 f"allocator=budgets: '{spec.instructions[request.task]}' has {len(wordings)} wordings for "
-                f"{len(budgets)} budgets, which a policy hears in them: set world.phrasing=both, a task with so many "
-                "(Task.paraphrases), or options.budgets.budgets."
+                f"{len(budgets)} budgets, which a policy hears in them: set world.options.phrasing=all, a task with "
+                "that number (Task.paraphrases), or options.budgets.budgets."
             )
         new_requests.append(replace(request, task=wordings[counts[request.group] % len(wordings)]))
         counts[request.group] += 1
