@@ -35,7 +35,7 @@ CONFIG = FinetuneConfig(
 )
 GAUSSIAN_MEANS = {"grpo_guard"}
 FROM_SUCCESS = {"w_reinforce", "pacs"}
-FROM_OUTCOMES = {"prime", "spear"}
+FROM_OUTCOMES = {"prime", "spear", "igpo", "drpo"}
 NEED_TEACHER = {"distillation", "afd"}
 BY_MATCHING = {"ac_flow", "afd", "fpo"}
 OWN_TESTS = {"spa", "digi_q", "ac_flow", "fpo"}
@@ -66,7 +66,11 @@ def test_presets_improve_a_bandit(name: str):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", ["w_reinforce", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pacs", "prime", "spear"))]
+    "name",
+    [
+        "w_reinforce",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("pacs", "prime", "spear", "igpo", "drpo")),
+    ],
 )
 def test_presets_that_learn_from_outcomes_raise_a_low_success_rate(name: str):
     policy = ChainPolicy()
