@@ -203,10 +203,8 @@ class FinetuneConfig(AlgorithmConfig):
     branch_width: Count = 2
     """Number of episodes that continue from a split."""
     branch_by: Literal["all", "uncertainty", "arpo", "aepo", "latr"] = "all"
-    """Distribution of branches at a policy call: all episodes alike, or by uncertainty (TreePO): the less likely
-    a chunk was, the more of its group's branches the episode gets. arpo, aepo, latr: part of each group's episodes
-    branch off the others wherever the policy has become uncertain, instead of at branch_at; latr drops branches that
-    stay like their parents.
+    """Distribution of branches at a policy call: all alike, or by uncertainty (TreePO): improbable chunks get more of
+    their group's. arpo, aepo, latr: some episodes branch off others wherever the policy has become uncertain.
     """
     branch_sampling_step: Natural | tuple[Natural, ...] | None = None
     """Number of denoising steps of the branching policy call that branches share, null for none; several, such as
@@ -254,7 +252,7 @@ class FinetuneConfig(AlgorithmConfig):
     """
     proximal_policy: Literal["current", "behaviour", "average"] = "current"
     """Centre of the clip range for chunks of older policies: current (before the update, AReaL), behaviour (the policy
-    that acted) or average (moving average of past policies, PPO-EWMA, for all chunks). coefficient=decoupled_ppo also
+    that acted) or average (moving average, PPO-EWMA). coefficient=decoupled_ppo also
     weights by it.
     """
     proximal_decay: Fraction = 0.889

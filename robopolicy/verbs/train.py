@@ -4,10 +4,9 @@ policy.kind=joint learns actions, future observations and values, and plans with
 failures and rewards (collect.noise=[low,high]), and is evaluated with and without planning. A diffusion or flow policy
 treats data with several instructions as one task, unless policy.text_encoder=words conditions it on them;
 policy.kind=token always reads them. train.encoder=CHECKPOINT (a decoder-free world model) makes the policy read its
-latent, so that `imagine` can fine-tune it there; its checkpoint contains both. train.policy=CHECKPOINT run.name=NAME
-continues training a robopolicy policy, with more steps or other data, such as corrections, whose share of the samples
-is set by train.shares. If interrupted, run the same command again: it
-resumes and gives the same result. train.evaluate_episodes=0 skips the evaluation.
+latent, so that `imagine` can fine-tune it there. train.policy=CHECKPOINT run.name=NAME continues training a robopolicy
+policy, with more steps or other data, such as corrections (train.shares). If interrupted, run the same command again:
+it resumes and gives the same result.
 """
 
 import warnings

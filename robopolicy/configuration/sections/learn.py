@@ -95,7 +95,7 @@ class FinetuneSection(FinetuneConfig):
     teacher: Path | None = None
     """Checkpoint of the teacher policy for distillation."""
     teachers: dict[str, Path] = field(default_factory=dict[str, Path])
-    """Teachers by task instead: patterns of instructions (push*) and checkpoints; the first match counts."""
+    """Teachers by pattern of the instruction, such as {push*: PATH}."""
     expert: str = ""
     """Import path of the controller whose states `hint` starts episodes from; empty for the task's expert."""
     expert_datasets: tuple[Path, ...] = ()
@@ -115,9 +115,8 @@ class FinetuneSection(FinetuneConfig):
     num_envs: Count = 256
     """Number of parallel environments for collection."""
     world_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the simulator during collection, in addition to world.options. {substeps: 5} makes physics cheaper and
-    less accurate. Evaluation and target_success use world.options alone, so success counts in the original
-    simulator.
+    """Options of the simulator during collection, besides world.options: {substeps: 5} makes physics cheaper.
+    Evaluation and target_success use world.options alone, so success counts in the original simulator.
     """
     critic_width: Count = 256
     """Width of the critic's hidden layers."""
