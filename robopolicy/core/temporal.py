@@ -172,23 +172,21 @@ def specification_of(world: object) -> Specification | None:
 
 
 class SeenFrames:
-    """Vectors of the episodes of a batch, for `Specification.robustness`. observation: of all rows, [B, H, ...]."""
+    """Vectors of the episodes of a batch, which `specification` measures. observation: of all rows, [B, H, ...]."""
 
-    def __init__(self, observation: Observation):
+    def __init__(self, specification: Specification, observation: Observation):
+        self._specification = specification
         self._parts = {key: [value[:, -1:]] for key, value in observation.items() if key != TASK and _is_vector(key)}
-        rows = len(next(iter(observation.values())))
-        self._lengths = np.ones(rows, dtype=np.int64)
 
     def add(self, step: Step) -> None:
         """Add the frames after every control step of a chunk."""
         for key, parts in self._parts.items():
             parts.append(step.trace[key])
-        self._lengths += step.valid.sum(-1)
 
-    def robustness(self, specification: Specification, count: int) -> Array:
-        """Return the robustness of the first `count` rows, [n]."""
-        frames = {key: np.concatenate(parts, axis=1)[:count] for key, parts in self._parts.items()}
-        return specification.robustness(frames, self._lengths[:count])
+    def robustness(self, lengths: Array) -> Array:
+        """Return the robustness of the first n rows, given their control steps [n]."""
+        frames = {key: np.concatenate(parts, axis=1)[: len(lengths)] for key, parts in self._parts.items()}
+        return self._specification.robustness(frames, lengths + 1)
 
 
 def eventually(margins: Array, low: int, high: int) -> Array:

@@ -91,7 +91,7 @@ def play_episode_batch(
         watch(None)
     outside_bounds = OutsideBounds(world.spec)
     specification = specification_of(world)
-    frames = None if specification is None else SeenFrames(player.observation)
+    frames = None if specification is None else SeenFrames(specification, player.observation)
     returns = np.zeros(rows)
     lengths = np.zeros(rows, dtype=np.int64)
     step = None
@@ -121,7 +121,7 @@ def play_episode_batch(
         outside_bounds.counts,
         None if step.own_success is None else step.own_success[:count].copy(),
         None if step.benchmark_score is None else step.benchmark_score[:count].copy(),
-        None if frames is None or specification is None else frames.robustness(specification, count),
+        None if frames is None else frames.robustness(lengths[:count]),
     )
 
 

@@ -25,6 +25,22 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
+def at_last_step(rollouts: Rollouts, per_chunk: Tensor) -> Tensor:
+    """Return a reward [B, T, C] that pays `per_chunk` [B, T] at the last executed control step of every chunk."""
+    last = (rollouts.duration - 1).clamp(min=0)[..., None]
+    return torch.zeros(rollouts.valid.shape, device=last.device).scatter(-1, last, per_chunk[..., None].float())
+
+
+def last_chunk(rollouts: Rollouts) -> Tensor:
+    """Return a mask [B, T] of each row's last chunk."""
+    return rollouts.alive & (rollouts.alive.cumsum(1) == rollouts.alive.sum(1, keepdim=True))
+
+
+def paid_at_end(rollouts: Rollouts, amount: Tensor) -> Tensor:
+    """Return a reward [B, T, C] that pays `amount` [B] at the last executed step of every row."""
+    return at_last_step(rollouts, torch.where(last_chunk(rollouts), amount[:, None], 0.0))
+
+
 @mechanism(Slot.REWARD, "success_only", source="sparse outcome reward")
 def success_only(rollouts: Rollouts, context: Context, *, keep: tuple[str, ...] = ("uncertainty",)) -> Rollouts:
     """Reward 1 at the chunk in which an episode succeeds; of the world's rewards only `keep` stays (the uncertainty
@@ -35,10 +51,7 @@ def success_only(rollouts: Rollouts, context: Context, *, keep: tuple[str, ...] 
         [torch.zeros_like(rollouts.success[:, :1]), rollouts.success[:, :-1] & ~rollouts.ended[:, :-1]], 1
     )
     first = rollouts.success & ~before & rollouts.alive
-    reward = torch.zeros_like(rollouts.valid, dtype=torch.float32)
-    # At the last executed step of the decision, where the world itself would pay it.
-    last = (rollouts.valid.sum(-1) - 1).clamp(min=0)
-    reward = reward.scatter(-1, last[..., None], first[..., None].float())
+    reward = at_last_step(rollouts, first)  # where the world itself would pay it
     other_rewards = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
     return replace(rollouts, rewards={"success": reward, **other_rewards})
 

@@ -15,9 +15,9 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.rl.advantages.group import broadcast, outcomes
 from robopolicy.rl.context import Context
-from robopolicy.rl.experimental.rewards import at_last_step, last_chunk
 from robopolicy.rl.initial_states import Uniform
 from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.rewards import paid_at_end
 
 
 @mechanism(
@@ -63,7 +63,7 @@ def pay_by_budget(
     worth = torch.where(
         rollouts.row_success, allowance(torch.maximum(steps, budget), horizon, beta) - alpha * over, 0.0
     )
-    reward = at_last_step(rollouts, worth[:, None] * last_chunk(rollouts))
+    reward = paid_at_end(rollouts, worth)
     other_rewards = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
     return replace(rollouts, rewards={"success": reward, **other_rewards})
 

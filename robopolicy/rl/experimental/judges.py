@@ -12,8 +12,8 @@ from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.segments import Segments, quantile
 from robopolicy.rl.advantages.tree import owners, subtree_means
 from robopolicy.rl.context import Context, Tools, require_input
-from robopolicy.rl.experimental.outcomes import paid_at_end
 from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.rewards import last_chunk, paid_at_end
 from robopolicy.rl.side_models import (
     ImplicitReward,
     SidePerceptron,
@@ -74,10 +74,7 @@ class Judge(SidePerceptron):
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Judge, pay, then train."""
         self.network.fit(rollouts)
-        final = torch.zeros_like(rollouts.alive).scatter(
-            1, (rollouts.alive.sum(1, keepdim=True) - 1).clamp(min=0), True
-        )
-        observation = critic_observation(rollouts, final, following=True)
+        observation = critic_observation(rollouts, last_chunk(rollouts), following=True)
         success = rollouts.row_success
         with torch.no_grad():
             logits_before = self.network(observation).squeeze(-1)

@@ -14,16 +14,7 @@ from robopolicy.core.segments import Segments
 from robopolicy.rl.advantages.tree import in_sampling_steps, subtree_means
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
-from robopolicy.rl.rewards import success_only
-
-
-def paid_at_end(rollouts: Rollouts, amount: Tensor) -> Tensor:
-    """Return a reward [B, T, C] that pays `amount` [B] at the last executed step of every row."""
-    final = (rollouts.alive.sum(1) - 1).clamp(min=0)
-    row = torch.arange(len(final), device=final.device)
-    last = (rollouts.duration[row, final] - 1).clamp(min=0)
-    reward = torch.zeros_like(rollouts.valid, dtype=torch.float32)
-    return reward.index_put((row, final, last), amount.float())
+from robopolicy.rl.rewards import paid_at_end, success_only
 
 
 @mechanism(Slot.REWARD, "within_budget", source="PALU, arXiv:2510.10168", needs=(Need.GROUPS, Need.STARTS))

@@ -16,9 +16,9 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.rl.coefficients import ppo
 from robopolicy.rl.context import Coefficients, Context, Scored
-from robopolicy.rl.experimental.rewards import at_last_step
 from robopolicy.rl.initial_states import Uniform
 from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.rewards import at_last_step
 
 
 class Retry(Uniform):

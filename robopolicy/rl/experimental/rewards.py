@@ -17,7 +17,7 @@ from robopolicy.core.segments import distinct
 from robopolicy.rl.advantages.step import final_state
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
-from robopolicy.rl.rewards import success_only
+from robopolicy.rl.rewards import at_last_step, last_chunk, paid_at_end, success_only
 
 
 @mechanism(Slot.REWARD, "partial_credit", source="MLE-RL (partial credit), arXiv:2509.01684")
@@ -103,17 +103,6 @@ def progress_under_prover(rollouts: Rollouts, context: Context, *, alpha: float 
     return replace(rollouts, rewards={**rollouts.rewards, "prover": at_last_step(rollouts, alpha * gain)})
 
 
-def at_last_step(rollouts: Rollouts, per_chunk: Tensor) -> Tensor:
-    """Return a reward [B, T, C] that pays `per_chunk` [B, T] at the last executed control step of every chunk."""
-    last = (rollouts.duration - 1).clamp(min=0)[..., None]
-    return torch.zeros(rollouts.valid.shape, device=last.device).scatter(-1, last, per_chunk[..., None].float())
-
-
-def last_chunk(rollouts: Rollouts) -> Tensor:
-    """Return a mask [B, T] of each row's last chunk."""
-    return rollouts.alive & (rollouts.alive.cumsum(1) == rollouts.alive.sum(1, keepdim=True))
-
-
 @mechanism(Slot.REWARD, "information_gain", source="IGPO, arXiv:2510.14967", needs=(Need.VALUES,))
 def information_gain(rollouts: Rollouts, context: Context, *, keep: tuple[str, ...] = ("uncertainty",)) -> Rollouts:
     """Pay every chunk V(s') - V(s), what it adds to the chance of success, and the last one of an episode the outcome.
@@ -155,7 +144,7 @@ def flawed(
     else:
         raise unknown_option("flawed.flaw", flaw, ("jerk", "package.module:name"))
     outcome = torch.where(rollouts.row_success, torch.where(has_flaw, 0.0, 1.0), -1.0)
-    reward = at_last_step(rollouts, outcome[:, None] * last_chunk(rollouts))
+    reward = paid_at_end(rollouts, outcome)
     return replace(
         rollouts,
         rewards={"success": reward, **{name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}},

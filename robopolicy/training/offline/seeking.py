@@ -6,7 +6,7 @@ function, and the reward is the minimum of the critics; weights stay as they are
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
@@ -99,8 +99,7 @@ class SeekingPolicy(AgentAroundBase[Steerable]):
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint atomically, including the base and the critics."""
-        settings = {name: getattr(self.config, name) for name in ("steps", "learning_rate", "noise_penalty", "enough")}
-        save_around(self, folder, "seeking", {"seek": settings, "steps": int(self.steps)})
+        save_around(self, folder, "seeking", {"seek": asdict(self.config), "steps": int(self.steps)})
 
     @classmethod
     def load(
