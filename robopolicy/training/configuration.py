@@ -203,8 +203,8 @@ class FinetuneConfig(AlgorithmConfig):
     branch_width: Count = 2
     """Number of episodes that continue from a split."""
     branch_by: Literal["all", "uncertainty", "arpo", "aepo", "latr"] = "all"
-    """Distribution of branches at a policy call: all alike, or by uncertainty (TreePO): improbable chunks get more of
-    their group's. arpo, aepo, latr: some episodes branch off others wherever the policy has become uncertain.
+    """Who branches: all alike; uncertainty (TreePO), improbable chunks more; or arpo, aepo, latr, episodes whose policy
+    has become uncertain.
     """
     branch_sampling_step: Natural | tuple[Natural, ...] | None = None
     """Number of denoising steps of the branching policy call that branches share, null for none; several, such as
@@ -235,7 +235,7 @@ class FinetuneConfig(AlgorithmConfig):
     (PROPS). 0 disables it.
     """
     props_past_iterations: Natural = 0
-    """PROPS: number of earlier iterations whose rollouts are kept, steered away from and learned from again."""
+    """PROPS: number of earlier iterations whose rollouts are kept and learned from again."""
     teacher_fraction: Fraction = 0.0
     """Initial fraction of policy calls taken by the teacher (DAgger's mixture), 0 for none. They are chosen at random
     and used only by auxiliary losses such as dagger.
