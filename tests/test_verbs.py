@@ -418,7 +418,7 @@ def test_algorithms_lists_presets_and_explains_one(tmp_path, capsys):
     assert "robopolicy/rl/advantages/group.py" in capsys.readouterr().out
     parts = {entry["slot"]: entry for entry in json.loads(figures.read_text())["resolved"]}
     assert [slot.value for slot in Slot] == list(parts)
-    ppo = {"dual_clip": None, "low": 0.16, "high": 0.24}
+    ppo = {"dual_clip": None, "low": 0.16, "high": 0.24, "keep_above": False}
     assert parts["coefficient"] == {
         "slot": "coefficient",
         "part": "ppo",

@@ -203,9 +203,7 @@ class FinetuneConfig(AlgorithmConfig):
     branch_width: Count = 2
     """Number of episodes that continue from a split."""
     branch_by: Literal["all", "uncertainty", "arpo", "aepo", "latr"] = "all"
-    """Who branches: all alike; uncertainty (TreePO), improbable chunks more; or arpo, aepo, latr, episodes whose policy
-    has become uncertain.
-    """
+    """Who branches: all alike; uncertainty (TreePO), improbable chunks more; arpo, aepo, latr: who became uncertain."""
     branch_sampling_step: Natural | tuple[Natural, ...] | None = None
     """Number of denoising steps of the branching policy call that branches share, null for none; several, such as
     [0,2], split after each of them, and every branch splits again.
@@ -213,7 +211,7 @@ class FinetuneConfig(AlgorithmConfig):
     max_idle_chunks: Natural = 0
     """Consecutive policy calls without movement after which an episode is truncated; 0 for never."""
     overprovision: NonNegative = 0.0
-    """Extra groups in flight, as a fraction of those that an iteration learns from. Collection then does not wait for
+    """Extra groups in flight, as a fraction of those of an iteration. Collection then does not wait for
     the longest episodes, which continue in the next iteration (APRIL). 0 waits for all.
     """
     shards: Count = 1
@@ -302,7 +300,7 @@ class FinetuneConfig(AlgorithmConfig):
     clip: Positive = 0.2
     """Width of the ratio's clip range, at the cleanest denoising step."""
     clip_base: Positive | None = None
-    """Width of the clip range at the noisiest denoising step, null for clip."""
+    """The same at the noisiest denoising step, null for clip."""
     clip_high: Positive | None = None
     """Width of the clip range above 1, null for clip."""
     clip_rate: NonNegative = 0.0
@@ -312,8 +310,8 @@ class FinetuneConfig(AlgorithmConfig):
     1. For tokens it is at least 1e-4; with precision=bf16, whose rounding depends on the batch size, 2^-5.
     """
     target_kl: Positive | None = 0.1
-    """KL divergence of complete action chunks that ends an iteration's epochs; an update beyond twice this value is
-    reverted. null for none.
+    """KL divergence of complete action chunks that ends an iteration; an update beyond twice this value is reverted.
+    null for none.
     """
     checkpoint_every: Count = 10
     """Number of iterations between checkpoints from which an interrupted run resumes."""

@@ -99,7 +99,7 @@ class FinetuneSection(FinetuneConfig):
     expert: str = ""
     """Import path of the controller whose states `hint` starts episodes from; empty for the task's expert."""
     expert_datasets: tuple[Path, ...] = ()
-    """Datasets for auxiliaries=[experts]; default: the output of collect."""
+    """Datasets for auxiliaries=[experts]; default: collect's."""
     preference_pairs: Path | None = None
     """Folder of stored preference pairs (algorithm=grape writes them to preferences/) to learn from instead of playing
     episodes.
@@ -123,7 +123,7 @@ class FinetuneSection(FinetuneConfig):
     evaluate_episodes: Count = 200
     """Episodes of each evaluation, also of the final one."""
     dry_run: bool = False
-    """Only print the estimated memory, and the time on more processes. The time is computed from recorded iterations of
+    """Only print the estimated memory and time. The time is computed from recorded iterations of
     the same run, if there are any. LeRobot policies of any size need only config.json and the processors for this;
     their weights are not read.
     """
