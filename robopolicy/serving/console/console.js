@@ -340,7 +340,7 @@ function showOperated() {
   });
 }
 
-$("#back").onclick = () => send({ do: "hand_back", robot: state.mine });
+$("#back").onclick = () => state.mine === null || send({ do: "hand_back", robot: state.mine });  // the episode is over
 $("#stop").onclick = () => {
   ordered = { kind: "stop", time: performance.now() };
   send({ do: "stop" });
