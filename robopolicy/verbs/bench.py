@@ -41,6 +41,7 @@ Recorded data:
 - online: learning within 100,000 environment steps, by critics or PPO, and the initial drop in success.
 - corrections: recovery and correction, HG-DAgger and fresh demonstrations at equal steps of operators; eight robots
   that share one operator, round by round.
+- detectors: failures that detectors notice, how early, and after which planted faults, next to a clock.
 - gate: acceptance of good candidates and of bad ones built to deceive evaluators, and the same policy without a gate.
 
 Removed benchmarks, with their results and the last commit of their code in robopolicy/benchmarks/README.md: precision,
@@ -123,6 +124,7 @@ BENCHMARKS = Registry(
             "offline",
             "online",
             "corrections",
+            "detectors",
             "gate",
             "rl100",
             "inference",

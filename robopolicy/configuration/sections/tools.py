@@ -23,7 +23,7 @@ class BenchSection:
     """
     tasks: Annotated[tuple[str, ...], NonEmpty()] = ("push_cube", "pick_place")
     """Tasks to run; used by the benchmarks algorithms, collection, inference, sight, delay, ranking, imagination,
-    test_time_planning, offline, online, corrections (pick_place, stack), gate and rl100.
+    test_time_planning, offline, online, corrections (pick_place, stack), detectors, gate and rl100.
     """
     seeds: Annotated[tuple[Seed, ...], NonEmpty()] = (0, 1, 2)
     """Random seeds, one run per seed; used by all benchmarks except sims, libero, libero_replay, robosuite and
