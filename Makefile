@@ -44,7 +44,7 @@ PLUGINS := robopolicy/plugins/lerobot_policy robopolicy/plugins/lerobot_env
 OUTSIDE := tests/outside tests/outside/lerobot_robot
 
 $(VENV)/.dev: $(VENV)/bin/uv pyproject.toml $(patsubst %,%/pyproject.toml,$(PLUGINS) $(OUTSIDE))
-	$(BIN)/uv pip install --quiet --python $(VENV) --editable '.[dev,vla,metaworld,robotics,lpips,convert,track,gpu-physics,export]' $(patsubst %,--editable %,$(PLUGINS) $(OUTSIDE))
+	$(BIN)/uv pip install --quiet --python $(VENV) --editable '.[dev,vla,metaworld,robotics,lpips,convert,track,gpu-physics,export,opentelemetry]' $(patsubst %,--editable %,$(PLUGINS) $(OUTSIDE))
 	@touch $@ $(VENV)/.core
 
 $(VENV)/.docs: $(VENV)/.core

@@ -64,6 +64,8 @@ class ServerConfig(FormerNames):
     """
     record_limit: Positive = 50.0
     """Gigabytes of a recording after which nothing more is recorded."""
+    opentelemetry: bool = False
+    """Send a trace of every answer to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names (OpenTelemetry)."""
     detect: Path | None = None
     """Folder of failure detectors that `robopolicy detect` stored: their indices and alarms are in every answer."""
     detectors: tuple[str, ...] = ("float",)

@@ -43,7 +43,7 @@ from robopolicy.serving.connections import ConnectionLimiter, LimitedConnection,
 from robopolicy.serving.conversations import Conversation
 from robopolicy.serving.session_recording import Recordings
 from robopolicy.serving.sessions import Answer, RobotSession, Sessions
-from robopolicy.serving.telemetry import Events, Log, Metrics, log_to_stderr
+from robopolicy.serving.telemetry import Events, Log, Metrics, Traces, log_to_stderr
 from robopolicy.serving.versions import LoadedPolicy, PolicyVersions, ServedPolicy, ServerSettings
 from robopolicy.serving.warmup import warmed_up
 
@@ -137,6 +137,7 @@ class PolicyServer:
         self.settings = settings
         self.metrics, self.events = Metrics(), Events()
         self.log = Log(self.events)
+        self.traces = Traces() if settings.opentelemetry else None
         loaded = {"": policy if isinstance(policy, LoadedPolicy) else LoadedPolicy(policy), **(others or {})}
         paths, loaders = paths or {}, {} if load is None else {name: partial(load, name) for name in loaded}
         self.versions = {
@@ -194,6 +195,8 @@ class PolicyServer:
             for task in watching:
                 task.cancel()
             self.recordings.close()
+            if self.traces is not None:
+                await asyncio.to_thread(self.traces.close)
             await asyncio.gather(*(each.stop(SHUTDOWN / 2) for each in self.versions.values()))
 
     def reload(self, name: str | None = None) -> None:
@@ -347,6 +350,10 @@ class PolicyServer:
     ) -> None:
         """Record an answer and hand it to the readers of events."""
         session.answered(served.label, answer, seconds)
+        if self.traces is not None:
+            alarms = () if answer.failure is None else answer.failure.alarms
+            told = {"session": session.name, "policy": served.label, "inference_seconds": answer.seconds}
+            self.traces.answered(seconds, **told, alarms=alarms)
         if self.recordings.active:
             self.recordings.decided(session, observation, answer)
         if self.events:

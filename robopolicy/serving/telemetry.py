@@ -1,17 +1,20 @@
-"""Telemetry of the server: its log, its events, and Prometheus metrics.
+"""Telemetry of the server: its log, its events, Prometheus metrics, and OpenTelemetry traces if wanted.
 
 The log has one JSON object per line on standard error, readable for people and log collectors. Events are what is
 logged and every answer, for whoever is connected to /events.
 """
 
 import asyncio
-import json
 import logging
 import sys
+import threading
 import time
 from typing import Any
 
+import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+from robopolicy.core.errors import ConfigError
 
 LOGGER = logging.getLogger("robopolicy.serving")
 
@@ -23,6 +26,8 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Upper bounds of the histogram of batch sizes, requests."""
 UNREAD = 1000
 """Maximum events that wait for a reader; further ones are lost to it."""
+SEND_SECONDS = 2.0
+"""Maximum seconds for sending traces."""
 
 disable_created_metrics()
 
@@ -77,29 +82,63 @@ class Log:
             self.events.add(event, details)
 
 
-class JsonLines(logging.Formatter):
-    """Log format: {"time", "level", "event", ...details}; a traceback, if any, under "trace"."""
+def json_lines() -> logging.Formatter:
+    """Return the format of the log, one JSON object per line: {time, level, event, ...details}."""
+    form = structlog.stdlib.ProcessorFormatter
+    known = [structlog.stdlib.add_log_level, structlog.processors.TimeStamper(fmt="iso", key="time"), _add_details]
+    text = structlog.processors.JSONRenderer(default=str)
+    return form(foreign_pre_chain=known, processors=[form.remove_processors_meta, text])
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one line of JSON."""
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        entry: dict[str, Any] = {"time": f"{stamp}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
-        entry["event"] = record.getMessage()
-        entry |= getattr(record, "details", {})
-        if record.exc_info:
-            entry["trace"] = self.formatException(record.exc_info)
-        return json.dumps(entry, default=str)
+
+def _add_details(logger: Any, name: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    return {**entry, **getattr(entry["_record"], "details", {})}
 
 
 def log_to_stderr() -> None:
     """Write the log to standard error; other output of the websocket library is dropped."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(json_lines())
     LOGGER.handlers[:] = [handler]
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
     logging.getLogger("websockets.server").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+
+
+class Traces:
+    """OpenTelemetry traces: one span per answer, sent in the background to where the OTEL_* environment variables say.
+
+    Raises ConfigError without the extra `opentelemetry`.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise ConfigError(
+                "serve.opentelemetry=true needs OpenTelemetry: pip install 'robopolicy[opentelemetry]'"
+            ) from error
+        for noisy in ("opentelemetry.sdk", "opentelemetry.exporter"):  # a collector that is away is not the robots'
+            logging.getLogger(noisy).setLevel(logging.CRITICAL)
+        named = Resource({"service.name": "robopolicy"}).merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(resource=named, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=SEND_SECONDS)))
+        self._tracer = self._provider.get_tracer("robopolicy.serving")
+
+    def answered(self, seconds: float, **attributes: Any) -> None:
+        """Record an answer that was just made, `seconds` after its request arrived."""
+        end = time.time_ns()
+        attributes = {f"robopolicy.{name}": value for name, value in attributes.items()}
+        self._tracer.start_span("answer", attributes=attributes, start_time=end - int(1e9 * seconds)).end(end)
+
+    def close(self) -> None:
+        """Send what is left, for at most SEND_SECONDS."""
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(SEND_SECONDS)
 
 
 class Metrics:

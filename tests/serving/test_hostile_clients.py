@@ -28,7 +28,7 @@ from robopolicy.core.errors import ServingError, SpecError
 from robopolicy.core.spec import STATE
 from robopolicy.serving.configuration import ServerAddress
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.telemetry import JsonLines, Log
+from robopolicy.serving.telemetry import Log, json_lines
 
 pytestmark = pytest.mark.long
 
@@ -425,10 +425,10 @@ def test_the_log_is_json_and_bounded(caplog):
     with caplog.at_level("INFO", logger="robopolicy.serving"):
         for _ in range(500):
             log("wrong key", address="10.0.0.1")
-    lines = [json.loads(JsonLines().format(record)) for record in caplog.records]
+    lines = [json.loads(json_lines().format(record)) for record in caplog.records]
     assert len(lines) == 20
     assert lines[0] | {"time": ""} == {"time": "", "level": "info", "event": "wrong key", "address": "10.0.0.1"}
     time.sleep(1.1)
     with caplog.at_level("INFO", logger="robopolicy.serving"):
         log("wrong key")
-    assert json.loads(JsonLines().format(caplog.records[-1]))["not_written_before"] == 480
+    assert json.loads(json_lines().format(caplog.records[-1]))["not_written_before"] == 480
