@@ -73,7 +73,8 @@ class MujocoWorld:
     style: 0 for the scene's own materials and lights, other numbers for variations of them (see `render`), with the
     same physics; instructions, phrasing: subset of the task's instructions, and their wording (see `wording`); physics,
     physics_options: engine that advances the state and its own options, see `sims.physics.protocol`; substeps: physics
-    steps per control step, None for the task's own: fewer are cheaper and less accurate. `reset` options: "uniforms"
+    steps per control step, None for the task's own: fewer are cheaper and less accurate; horizon: control steps after
+    which an episode is truncated, None for the task's own. `reset` options: "uniforms"
     [R, task.uniforms], random numbers of the initial state instead of those from a seed; "task" [R], indices of the
     spec's instructions, -1 for the one from the seed. Raises CameraError on an unknown camera, ConfigError on sizes
     below 1, and the errors of `load_model`, `state_layout` and `wording`.
@@ -96,11 +97,13 @@ class MujocoWorld:
         physics: str = "native",
         physics_options: Mapping[str, Any] | None = None,
         substeps: int | None = None,
+        horizon: int | None = None,
     ):
         arguments = {name: value for name, value in locals().items() if name != "batch_size"}
         require_types(MujocoWorld, arguments, "world.options.")
         self.substeps = task.substeps if substeps is None else substeps
-        require_sizes(batch_size=batch_size, history=history, substeps=self.substeps)
+        horizon = task.horizon if horizon is None else horizon
+        require_sizes(batch_size=batch_size, history=history, substeps=self.substeps, horizon=horizon)
         for camera in cameras:
             if camera not in task.cameras:
                 nearest = did_you_mean(camera, task.cameras)
@@ -117,7 +120,7 @@ class MujocoWorld:
             observation={**task.observation, **image_fields(self._sizes)},
             action=task.action,
             fps=task.fps,
-            horizon=task.horizon,
+            horizon=horizon,
             history=history,
             rewards=REWARDS,
             instructions=self._wording.texts,

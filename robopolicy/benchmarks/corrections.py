@@ -31,7 +31,8 @@ TURN = ("collect.correct.operator_steps=10",)
 """HG-DAgger's operator hands back after a second."""
 CONTINUED = ("train.fit.steps=1000",)
 """Learning of a round, from the policy of the round before."""
-FLEET = "world.batch_size=8", "collect.episodes=40"
+FLEET = "world.batch_size=8", "collect.episodes=40", "world.options.horizon=180"
+"""Robots that wait for an operator are given three times a task's time limit; evaluations keep the limit."""
 ONE_OPERATOR = ("collect.correct.operators=1",)
 SEED_STEP = 1000
 """Added to the seed per round, so that no two rounds play the same episodes."""
