@@ -62,7 +62,7 @@ class LiberoEnvironment(gymnasium.Env):
     or None for one placement per task; fixtures: seed of that one placement; settle_steps: control steps that hold
     still before the first observation; sleep: whether MuJoCo skips resting bodies; look: "light" or "original", with
     the shadows, reflections, multisampling and texture sizes of LIBERO's own images; initial_state: of all episodes,
-    default by seed.
+    default by seed; shaped: whether the reward is progress towards the goal (`Scene.progress`) instead of success.
     Options of `reset`: task, initial_state. Raises ConfigError on an unknown name or value.
     """
 
@@ -83,6 +83,7 @@ class LiberoEnvironment(gymnasium.Env):
         sleep: bool = False,
         look: str = LIGHT,
         initial_state: int | None = None,
+        shaped: bool = False,
     ):
         for label, value, known in (("protocol", protocol, (None, *PROTOCOLS)), ("look", look, LOOKS)):
             if value not in known:
@@ -94,7 +95,7 @@ class LiberoEnvironment(gymnasium.Env):
         self.task_descriptions = tuple(dict.fromkeys(task.text for task in self._tasks))
         self._protocol, self._fixtures = protocol, fixtures
         self._settle, self._fixed_state = settle_steps, initial_state
-        self._sleep = sleep
+        self._sleep, self._shaped = sleep, shaped
         self._objects, self._joints = observed_things(self._tasks)
         sizes = {**STATE_PARTS, **self._objects, **dict.fromkeys(self._joints, 1)}
         self.observation_space = spaces.Dict(
@@ -200,7 +201,8 @@ class LiberoEnvironment(gymnasium.Env):
         self._first_steps(row, action)
         observation = self._last_steps(row, action[6])
         success = row.scene.success(row.data)
-        return observation, float(success), False, False, {"success": success}
+        reward = row.scene.progress(row.data) if self._shaped else float(success)
+        return observation, reward, False, False, {"success": success}
 
     def _first_steps(self, row: Row, action: np.ndarray) -> None:
         """Set the goal of an action [7], and run the physics steps of a control step but the last two."""

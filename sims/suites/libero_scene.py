@@ -38,6 +38,9 @@ REWORDED = ("_lan", "_task")
 name, is the published prompt.
 """
 Predicate = Callable[[mujoco.MjData], bool]
+Progress = Callable[[mujoco.MjData], float]
+REACH, CARRY = 0.1, 0.15
+"""Distances in metres over which progress falls off, of the hand to what it has to move, and of that to its place."""
 Pose = tuple[np.ndarray, np.ndarray]
 """Positions [F, 3] and orientations [F, 4] of fixtures."""
 
@@ -193,7 +196,9 @@ class Scene:
             if model.joint(joint).type != mujoco.mjtJoint.mjJNT_FREE
         }
         self.sites = self._glowing_sites()
-        self.predicates = [self._predicate(tuple(state)) for state in inner.parsed_problem["goal_state"]]
+        goal = [tuple(state) for state in inner.parsed_problem["goal_state"]]
+        self.predicates = [self._predicate(state) for state in goal]
+        self._progress = [self._progress_of(*parts) for parts in zip(goal, self.predicates, strict=True)]
         if sleep:
             self._let_sleep()
         self.settled: dict[tuple[object, ...], Settled] = {}
@@ -214,6 +219,14 @@ class Scene:
     def success(self, data: mujoco.MjData) -> bool:
         """Whether all goal predicates hold, as LIBERO's own `check_success`."""
         return all(predicate(data) for predicate in self.predicates)
+
+    def progress(self, data: mujoco.MjData) -> float:
+        """Return progress towards the goal from 0 to 1, the mean over its predicates; 1 where all hold.
+
+        A predicate that holds counts 1, any other at most 0.75: a quarter for the hand at the object or joint that it
+        is about, half for that near its place.
+        """
+        return sum(each(data) for each in self._progress) / len(self._progress)
 
     # -- fixtures
 
@@ -284,6 +297,43 @@ class Scene:
         if kind == "on":
             return self._stacked(names[0], names[1])
         raise ConfigError(f"The goal {state} of '{self.task.suite}:{self.task.index}' has an unknown predicate.")
+
+    def _progress_of(self, state: Sequence[str], holds: Predicate) -> Progress:
+        """Return progress towards one predicate, see `progress`."""
+        inner, model = self._builder, self.model
+        kind, *names = state
+        region = inner.object_sites_dict.get(names[-1])
+        if kind in ("open", "close", "turnon", "turnoff"):
+            owner = inner.get_object(names[0] if region is None else region.parent_name)
+            low, high = sorted(owner.object_properties["articulation"][f"default_{kind}_ranges"])
+            joints = [model.joint(name) for name in (owner if region is None else region).joints]
+            places = [int(joint.qposadr[0]) for joint in joints]
+            moved = [int(joint.bodyid[0]) for joint in joints]
+            travel = max(float(np.ptp(joint.range)) for joint in joints)
+            over = min if kind in ("open", "turnon") else max  # one open drawer will do, but all must be shut
+
+            def done(data: mujoco.MjData) -> float:
+                gaps = [max(low - data.qpos[place], data.qpos[place] - high, 0.0) for place in places]
+                return max(0.0, 1.0 - over(gaps) / travel)
+        else:
+            moved = [self.bodies[names[0]]]
+            if region is None:
+                other = self.bodies[names[1]]
+                where: Callable[[mujoco.MjData], np.ndarray] = lambda data: data.xpos[other]  # noqa: E731
+            else:
+                site, _ = self._site(names[1])
+                where = lambda data: data.site_xpos[site]  # noqa: E731
+
+            def done(data: mujoco.MjData) -> float:
+                return 1.0 - float(np.tanh(np.linalg.norm(data.xpos[moved[0]] - where(data)) / CARRY))
+
+        def progress(data: mujoco.MjData) -> float:
+            if holds(data):
+                return 1.0
+            reach = min(float(np.linalg.norm(data.site_xpos[self.site] - data.xpos[body])) for body in moved)
+            return 0.25 * (1.0 - float(np.tanh(reach / REACH))) + 0.5 * done(data)
+
+        return progress
 
     def _inside(self, body: int, name: str) -> Predicate:
         """In(object, region): its origin lies in the region's box, whose lower side is 1 cm deeper."""

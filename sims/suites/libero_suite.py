@@ -14,6 +14,7 @@ from robopolicy.core.spec import ImageSize
 from sims.suites.gymnasium_suite import SEED_LIMIT, GymnasiumWorld, check_options
 from sims.suites.libero_environment import LIGHT, OPENPI, open_libero, start_of
 from sims.suites.libero_scene import tasks_of
+from sims.suites.rewards import INCREASE, PROGRESS
 
 HORIZONS = {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Control steps until the time limit, as in LeRobot; a suite of LIBERO-PRO has that of the suite that it perturbs."""
@@ -46,14 +47,17 @@ def make_libero_world(
     look: str = LIGHT,
     initial_state: int | None = None,
     image_size: ImageSize | None = None,
+    reward: str | None = None,
     **options: Any,
 ) -> GymnasiumWorld:
     """Build the world of a suite or task of LIBERO, such as "libero_spatial" or "libero_spatial:3".
 
     protocol: time limits and placement of the fixtures (cabinets, stoves, racks), which are not part of the initial
     states: "lerobot" or "openpi", the two published ones; None places them alike in all episodes of a task, by the seed
-    `fixtures`, with LeRobot's time limits. settle_steps, sleep, look, initial_state: see `LiberoEnvironment`; options:
-    of `GymnasiumWorld`. Raises ConfigError on unknown names and options, and when the extra is missing or does not fit.
+    `fixtures`, with LeRobot's time limits. settle_steps, sleep, look, initial_state: see `LiberoEnvironment`. reward:
+    None for success alone, LIBERO's own; "progress", the increase of `Scene.progress` times reward_scale, 2 by default,
+    plus 1 at success; or as for any gymnasium environment. options: of `GymnasiumWorld`. Raises ConfigError on unknown
+    names and options, and when the extra is missing or does not fit.
     """
     check_options(options)
     tasks = tasks_of(name)
@@ -64,6 +68,7 @@ def make_libero_world(
         "sleep": sleep,
         "look": look,
         "initial_state": initial_state,
+        "shaped": reward == PROGRESS,
         **(options.pop("env_options", None) or {}),
     }
     settings = {
@@ -73,6 +78,8 @@ def make_libero_world(
         "success_key": "success",
         "success_text": "LIBERO's own check of the goal",
         "clip_actions": True,
+        "reward": INCREASE if reward == PROGRESS else reward,
+        "reward_scale": 2.0,
         "image_size": IMAGE_SIZE if image_size is None and options.get("cameras") else image_size,
     }
     return LiberoWorld(name, partial(open_libero, name, environment), batch_size, **{**settings, **options})

@@ -11,9 +11,10 @@ import pytest
 from robopolicy.cli import main
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.core.world import begin_episodes
 from robopolicy.testing.world import check_world
 from sims.names import suite_of
-from sims.registry import make_world
+from sims.registry import make_expert, make_world
 from sims.suites.libero_environment import axis_angle, start_of
 from sims.suites.libero_suite import horizon_of
 from sims.suites.vector import padded
@@ -239,6 +240,55 @@ def test_goal_predicates_of_all_130_tasks_equal_liberos_own():
         if values != {True, False}
     ]
     assert len(tasks) == 130 and not one_sided
+
+
+@needs_libero
+@pytest.mark.long
+def test_progress_by_hand():
+    from sims.suites.libero_scene import Row, Scene, tasks_of
+
+    scene = Scene(tasks_of("libero_object:0")[0], sleep=False)
+    data = Row(scene).data
+    hand, cup, basket = np.zeros(3), np.array([0.3, 0.4, 0.0]), np.array([0.3, 0.4, 0.2])
+    body, (site, _) = scene.bodies["alphabet_soup_1"], scene._site("basket_1_contain_region")
+    data.site_xpos[scene.site], data.xpos[body], data.site_xpos[site] = hand, cup, basket
+    expected = 0.25 * (1 - np.tanh(0.5 / 0.1)) + 0.5 * (1 - np.tanh(0.2 / 0.15))
+    assert not scene.success(data) and scene.progress(data) == pytest.approx(expected)
+    data.xpos[body] = basket
+    assert scene.success(data) and scene.progress(data) == 1.0
+    drawer = Scene(tasks_of("libero_goal:0")[0], sleep=False)  # opens from 0 to between -.16 and -.14 m
+    data, joint = Row(drawer).data, drawer.model.joint("wooden_cabinet_1_middle_level")
+    body, place = joint.bodyid[0], joint.qposadr[0]
+    data.site_xpos[drawer.site] = data.xpos[body] + [0.0, 0.1, 0.0]
+    for opened, share in ((0.0, 1 - 0.14 / np.ptp(joint.range)), (-0.1, 1 - 0.04 / np.ptp(joint.range))):
+        data.qpos[place] = opened
+        assert drawer.progress(data) == pytest.approx(0.25 * (1 - np.tanh(1.0)) + 0.5 * share)
+    data.qpos[place] = -0.15
+    assert drawer.success(data) and drawer.progress(data) == 1.0
+
+
+@needs_libero
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["libero_object:0", "libero_goal:7", "libero_goal:0"])
+def test_the_expert_is_paid_for_progress_and_who_idles_is_not(name):
+    world = make_world(f"libero/{name}", 2, reward="progress")
+    assert world.spec.rewards == ("progress", "success")
+    expert = make_expert(f"libero/{name}", world.spec)
+    seeds = np.array([0, 1])
+    observation, total, bonus = world.reset(seeds=seeds), np.zeros(2), 0.0
+    expert.reset()
+    begin_episodes(expert, seeds)
+    for _ in range(280):
+        actions = expert.act(observation)
+        actions[1] = HOLD
+        step = world.step(actions[:, None])
+        observation, total = step.observation, total + step.rewards["progress"][:, 0]
+        bonus += float(step.rewards["success"][0, 0])
+        if step.ended[0]:
+            break
+    assert bonus == 1.0 and not step.success[1]
+    assert step.success[0] and 0.8 < total[0] <= 2.0 and abs(total[1]) < 0.1
+    world.close()
 
 
 @needs_libero
