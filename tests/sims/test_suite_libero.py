@@ -252,6 +252,7 @@ def test_progress_by_hand():
     hand, cup, basket = np.zeros(3), np.array([0.3, 0.4, 0.0]), np.array([0.3, 0.4, 0.2])
     body, (site, _) = scene.bodies["alphabet_soup_1"], scene._site("basket_1_contain_region")
     data.site_xpos[scene.site], data.xpos[body], data.site_xpos[site] = hand, cup, basket
+    data.site_xmat[site] = np.eye(3).ravel()
     expected = 0.25 * (1 - np.tanh(0.5 / 0.1)) + 0.5 * (1 - np.tanh(0.2 / 0.15))
     assert not scene.success(data) and scene.progress(data) == pytest.approx(expected)
     data.xpos[body] = basket
