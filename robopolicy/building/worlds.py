@@ -59,6 +59,7 @@ from robopolicy.success.world import with_classifier
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
 from sims.names import suite_of
+from sims.play import PLAY, PlayingController
 from sims.recorded import DemonstratedWorld
 from sims.registry import make_expert, make_saved_world, make_world
 from worldmodels.env import ImaginedWorld, Truncation
@@ -448,8 +449,12 @@ def _controller(section: WorldSection, spec: WorldSpec, dotted_path: str) -> Con
 
 def build_noisy_expert(
     section: WorldSection, world: World, level: str, seed: int, dotted_path: str = ""
-) -> NoisyController:
-    """Return the world's expert (or the controller at `dotted_path`) with action noise, given by name or number."""
+) -> NoisyController | PlayingController:
+    """Return the world's expert (or the controller at `dotted_path`) with action noise, given by name or number, or at
+    play.
+    """
+    if level == PLAY:
+        return PlayingController(build_controller(section, world, dotted_path), seed, world.spec)
     try:
         noise = Noise(gaussian=float(level))
     except ValueError:

@@ -1,7 +1,7 @@
 """Trains a world model on recorded episodes and fresh rollouts that include failures, and evaluates it.
 
 Data: worldmodel.data (default: the output of collect), then rollouts of the expert (or collect.controller) at every
-level of worldmodel.noise and of worldmodel.policies, until there are worldmodel.transitions control steps.
+level of worldmodel.noise, at play, and of worldmodel.policies, until there are worldmodel.transitions control steps.
 worldmodel.include_base adds the policy that train saved. world=demonstrations allows no rollouts. All data is stored
 next to the model. The report compares open-loop errors with shuffled actions and with copying the first frame, and
 gives precision and recall of the learned success head. For models of images it includes a video of recorded and
@@ -44,6 +44,7 @@ from robopolicy.runs import default_path, input_path, output, print_table
 from robopolicy.training.fit import fit_stages
 from robopolicy.verbs.job import Job, say_replicas
 from robopolicy.verbs.verb import Verb
+from sims.play import PLAY, can_play
 from worldmodels.checkpoint import save_world_model
 from worldmodels.protocol import LearnedModel
 from worldmodels.registry import WORLD_MODELS
@@ -58,6 +59,9 @@ VERB = Verb(
     resumes=True,
     replicas=True,
 )
+
+PLAY_FRACTION = 0.4
+"""Of the missing steps, in which the expert plays for a model of latents."""
 
 FILMED = 6
 """Number of episodes in the video."""
@@ -149,9 +153,25 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
         seeds = episode_seeds(seed, f"worldmodel/{index}/{turn}", world.batch_size)
         return record(world, actors[index], seeds, generator=generator)
 
-    share = steps_missing // max(1, len(actors))
-    parts += [record_until(share, partial(play, index=index)) for index in range(len(actors)) if share]
+    plays = play_fraction(config, world.spec)
+    others = round((1 - plays) * steps_missing) if actors else 0
+    shares = [others // max(1, len(actors))] * len(actors)
+    if plays:
+        seed_of_play = derive_seed(seed, f"worldmodel/noise/{PLAY}")
+        actors.append(build_noisy_expert(config.world, world, PLAY, seed_of_play, config.collect.controller))
+        shares.append(steps_missing - others)
+    parts += [record_until(share, partial(play, index=index)) for index, share in enumerate(shares) if share]
     return Episodes.concatenate(parts)
+
+
+def play_fraction(config: Config, spec: WorldSpec) -> float:
+    """Return the fraction of missing steps in which the expert plays; by default that of a model of latents, if there
+    are noisy experts and the world names goals.
+    """
+    section = config.worldmodel
+    if section.play is not None:
+        return section.play
+    return PLAY_FRACTION if section.kind == "latent_ensemble" and section.noise and can_play(spec) else 0.0
 
 
 def base_of(config: Config) -> Path:

@@ -33,8 +33,8 @@ class CollectSection:
     scores; use at least 100 for published results.
     """
     noise: Annotated[tuple[NoiseLevel, ...], NonEmpty()] = ("low",)
-    """Action noise levels, each for an equal fraction of the episodes: none, low, medium, high, random, or a standard
-    deviation as a fraction of half the action range.
+    """Action noise levels, each for an equal fraction of the episodes: none, low, medium, high, random, a standard
+    deviation as a fraction of half the action range, or play, towards random goals.
     """
     controller: str = ""
     """Import path (package.module:factory) of a custom controller; empty for the expert."""

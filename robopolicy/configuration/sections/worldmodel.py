@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count, Natural, NoiseLevel, NonNegative, Positive
+from robopolicy.core.ranges import Count, Fraction, Natural, NoiseLevel, NonNegative, Positive
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.structured import Tagged
 from robopolicy.training.configuration import FitConfig
@@ -56,6 +56,11 @@ class WorldModelSection(Tagged):
     )
     noise: tuple[NoiseLevel, ...] = ("low", "medium", "high", "random")
     """Action noise levels at which the expert collects rollouts, so that the data includes failures."""
+    play: Fraction | None = None
+    """Fraction of the steps to collect in which the expert plays: it works towards random goals at random speed, or the
+    model learns that things go to goals by themselves. null: 0.4 for latent_ensemble where the world names goals, else
+    0.
+    """
     validation_episodes: Count = 512
     """Number of held-out episodes that the evaluation of the trained model replays in imagination."""
     validation_steps: Count = 20_000

@@ -1,0 +1,114 @@
+"""Play: a scripted expert that works towards random goals near and far from the true one, at a random speed.
+
+In recordings of an expert, however noisy, every deliberate push heads for the goal, so that a world model learns that
+things go to goals by themselves, and flatters policies that aim beside them. Play moves the same things deliberately to
+other places; after Lynch et al. 2020, arXiv:1903.01973, who let people play.
+"""
+
+import numpy as np
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.randomness import derive_keys, uniforms
+from robopolicy.core.spec import ENVIRONMENT_STATE, Field, Observation, WorldSpec
+from robopolicy.core.world import Controller, Rows, begin_episodes
+
+PLAY = "play"
+"""Name of this behaviour among the noise levels of an expert."""
+
+NEAR, FAR = 0.02, 0.25
+"""Smallest and largest distance of a random goal from the true one, m."""
+SLOW = 0.2
+"""Smallest fraction of the expert's speed; the largest is 1."""
+SHORT, LONG = 10, 40
+"""Fewest and most control steps for which a random goal stays."""
+
+PLANE = "xy"
+"""Axes along which goals are moved."""
+
+
+def goal_elements(field: Field) -> list[list[int]]:
+    """Return for each axis of PLANE the indices of the elements of a vector that move with a goal: `goal_x`, and
+    `NAME_to_goal_x`, its place as seen from elsewhere. They are empty where the vector names none.
+    """
+    return [
+        [
+            index
+            for index, name in enumerate(field.names)
+            if name in (f"goal_{axis}",) or name.endswith(f"_to_goal_{axis}")
+        ]
+        for axis in PLANE
+    ]
+
+
+def can_play(spec: WorldSpec) -> bool:
+    """Return whether the environment state of a world names a goal that `PlayingController` can move."""
+    field = spec.observation.get(ENVIRONMENT_STATE)
+    return field is not None and all(goal_elements(field))
+
+
+class PlayingController:
+    """An expert that sees another goal than the true one, and acts at a random fraction of its speed.
+
+    spec: of the world. Both change every SHORT to LONG control steps; they depend on `seed`, the episode's seed (passed
+    to `begin`, before that the row) and its control step. Speed is scaled where an action's bounds are symmetric, as
+    velocities' are, except for grippers. Raises ConfigError when the environment state names no goal.
+    """
+
+    def __init__(self, controller: Controller, seed: int, spec: WorldSpec):
+        if not can_play(spec):
+            raise ConfigError(
+                f"The expert of '{spec.name}' cannot play: no elements of {ENVIRONMENT_STATE} are named goal_x and "
+                "goal_y (or NAME_to_goal_x and NAME_to_goal_y). Set worldmodel.play=0, or leave 'play' out of the "
+                "noise levels."
+            )
+        self._controller, self._seed = controller, seed
+        self._elements = goal_elements(spec.observation[ENVIRONMENT_STATE])
+        low, high = (
+            np.broadcast_to(np.asarray(bound), spec.action.shape) for bound in (spec.action.low, spec.action.high)
+        )
+        names = spec.action.names or ("",) * spec.action.size
+        gripper = np.array([name.endswith("gripper") for name in names]).reshape(spec.action.shape)
+        self._scaled = np.isclose(low, -high) & ~gripper
+        self._start(0)
+
+    def _start(self, rows: int) -> None:
+        """Allocate this number of rows, each with its index as episode seed."""
+        self._episodes = np.arange(rows)
+        self._step, self._left = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        self._offset, self._speed = np.zeros((rows, len(PLANE))), np.ones(rows)
+
+    def reset(self, rows: Rows = None) -> None:
+        """Choose new goals for `rows` [R], None for all, and reset the expert."""
+        self._controller.reset(rows)
+        self._left[slice(None) if rows is None else np.asarray(rows)] = 0
+
+    def begin(self, seeds: np.ndarray, rows: Rows = None) -> None:
+        """Start the play of episodes with `seeds` [R] in `rows` [R], None for all, at their first control step."""
+        begin_episodes(self._controller, seeds, rows)
+        if rows is None:
+            self._start(len(seeds))
+        index = slice(None) if rows is None else np.asarray(rows)
+        self._episodes[index] = seeds
+        self._step[index], self._left[index] = 0, 0
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Return actions [B, A] towards the random goals, for an observation [B, H, ...], in the world's units."""
+        state = np.array(observation[ENVIRONMENT_STATE])
+        if len(self._left) != len(state):
+            self._start(len(state))
+        self._choose()
+        for axis, elements in enumerate(self._elements):
+            state[..., elements] += self._offset[:, None, None, axis]
+        actions = np.asarray(self._controller.act({**observation, ENVIRONMENT_STATE: state}), dtype=np.float64)
+        return np.where(self._scaled, self._speed[:, None] * actions, actions)
+
+    def _choose(self) -> None:
+        """Draw a goal, a speed and their duration in rows whose last ones are over, and count a control step."""
+        draws = uniforms(derive_keys(self._seed, self._episodes, self._step), 4)
+        distance, angle = NEAR + (FAR - NEAR) * draws[:, 0], 2 * np.pi * draws[:, 1]
+        over = self._left == 0
+        offset = distance[:, None] * np.stack([np.cos(angle), np.sin(angle)], -1)
+        self._offset = np.where(over[:, None], offset, self._offset)
+        self._speed = np.where(over, SLOW + (1 - SLOW) * draws[:, 2], self._speed)
+        self._left = np.where(over, SHORT + (draws[:, 3] * (LONG - SHORT + 1)).astype(np.int64), self._left) - 1
+        self._step += 1
