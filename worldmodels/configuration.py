@@ -101,6 +101,12 @@ class EnsembleConfig(FormerNames):
     """
     positive_fraction: Fraction = 0.25
     """Fraction of successful steps in a batch of the success head."""
+    rollout_step_ratio: NonNegative = 0.0
+    """Number of training steps through the networks' own predictions per single-step training step, afterwards; 0 for
+    none.
+    """
+    rollout_steps: Count = 8
+    """Largest number of control steps that the networks predict from their own predictions in that training."""
 
     def __post_init__(self) -> None:
         if min(self.members, self.width, self.depth, self.batch_size) < 1:
@@ -127,7 +133,11 @@ class LatentEnsembleConfig(FormerNames):
     """Number of frames per training step of the encoder."""
     encoder_step_ratio: NonNegative = 1.0
     """Number of training steps of the encoder per training step of the ensemble."""
-    ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
+    readout_step_ratio: NonNegative = 0.8
+    """Number of training steps per step of the ensemble of a readout of the recorded vectors that the encoder does not
+    read, so that experts and policies of states act in the model; 0 for none.
+    """
+    ensemble: EnsembleConfig = field(default_factory=lambda: EnsembleConfig(rollout_step_ratio=0.4))
     """Settings of the ensemble that predicts the features."""
 
     def __post_init__(self) -> None:

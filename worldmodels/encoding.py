@@ -71,6 +71,13 @@ def encode_episodes(model: DecoderFree, episodes: Episodes) -> Episodes:
     return replace(episodes, observation_fields=fields, observation=observation)
 
 
+def with_fields(encoded: Episodes, recorded: Episodes, keys: Iterable[str]) -> Episodes:
+    """Return encoded episodes with the observation fields `keys` of the `recorded` ones added."""
+    fields = {key: recorded.observation_fields[key] for key in keys}
+    observation = {**encoded.observation, **{key: recorded.observation[key] for key in fields}}
+    return replace(encoded, observation_fields={**encoded.observation_fields, **fields}, observation=observation)
+
+
 class EncodedPolicy(nn.Module):
     """Real-world policy: a `DecoderFree` model's encoder followed by a policy that reads the latent.
 

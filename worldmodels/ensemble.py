@@ -37,6 +37,7 @@ from worldmodels.data import (
 from worldmodels.heads.outputs import quantiles_of
 from worldmodels.heads.state import StepHeads, success_batch
 from worldmodels.protocol import Context, Imagined, Latent, counters, uniforms_of
+from worldmodels.rollouts import RolloutStage
 
 
 class EnsembleModel(Described[EnsembleConfig], Standardised):
@@ -95,8 +96,13 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         return model
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """A single stage: dynamics, reward and success are fitted together."""
-        return {"ensemble": (self, 1.0)}
+        """Dynamics, reward and success are fitted together, on single steps; then, if configured, the dynamics through
+        their own predictions.
+        """
+        stages: dict[str, tuple[Regression, float]] = {"ensemble": (self, 1.0)}
+        if self.config.rollout_step_ratio:
+            stages["rollouts"] = RolloutStage(self), self.config.rollout_step_ratio
+        return stages
 
     @property
     def spec(self) -> WorldSpec:
@@ -132,16 +138,22 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         action = batch["action"]
         after = batch["next_state"]
         target = self.standard("delta", (after - state)[..., self.structure.free])
-        mean, logvar = self.predict(state, action)
+        likelihood = self.likelihood(*self.predict(state, action), target)
+        # The heads are no ensemble: they learn from the rows of the first member.
+        first = {name: value[0] for name, value in batch.items() if not name.startswith("success")}
+        success_rows = {name: value for name, value in batch.items() if name.startswith("success")}
+        return {"dynamics": likelihood, **self.heads.loss(first | success_rows, generator)}
+
+    def likelihood(self, mean: Tensor, logvar: Tensor, target: Tensor) -> Tensor:
+        """Return the negative beta-likelihood [N], a mean over members, of standardised changes [M, N, F] under means
+        and log-variances [M, N, F], plus the term that pulls the bounds of the log-variance together.
+        """
         # beta-NLL: the weight, an element's own detached variance, undoes the 1 / variance by which the likelihood
         # would neglect what is uncertain; the bounds are pulled together, or they would only ever widen.
         error = (mean - target).square()
         likelihood = ((error * (-logvar).exp() + logvar) * (self.config.beta * logvar.detach()).exp()).mean(-1)
         bounds = 0.01 * (self.max_logvar - self.min_logvar).mean()
-        # The heads are no ensemble: they learn from the rows of the first member.
-        first = {name: value[0] for name, value in batch.items() if not name.startswith("success")}
-        success_rows = {name: value for name, value in batch.items() if name.startswith("success")}
-        return {"dynamics": likelihood.mean(0) + bounds, **self.heads.loss(first | success_rows, generator)}
+        return likelihood.mean(0) + bounds
 
     def rows(self, batch: Mapping[str, Tensor]) -> int:
         """Return the number of rows N of a batch for `loss`, tensors [M, N, ...] or [N, ...]."""

@@ -39,12 +39,14 @@ from worldmodels.data import (
     require_fields,
     structure_in,
 )
-from worldmodels.encoding import encode_episodes
+from worldmodels.encoding import encode_episodes, with_fields
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.images.model import DividedStage, PartStage
 from worldmodels.images.networks import ImageDecoder
 from worldmodels.protocol import LATENT, Context, Imagined, Latent
+from worldmodels.readout import BEFORE, FIXED, StateReadout
 from worldmodels.registry import saved_configuration
+from worldmodels.rollouts import RolloutStage
 
 PART = 512
 """Number of frames encoded at a time."""
@@ -121,6 +123,7 @@ class LatentEnsembleModel(nn.Module):
         structure: StateStructure,
         success_bonus: float,
         seed: int = 0,
+        readout: StateReadout | None = None,
     ):
         super().__init__()
         self.config = config
@@ -134,7 +137,9 @@ class LatentEnsembleModel(nn.Module):
         latent = Field((self.vector.size + self.autoencoder.size,))
         latent_spec = replace(spec, observation={LATENT: latent}, history=1)
         self.ensemble = EnsembleModel(config.ensemble, latent_spec, structure, success_bonus, seed)
+        self.readout = readout
         self._learns_encoder = False
+        self._encoded: tuple[Episodes, Mapping[str, Tensor], Episodes] | None = None
 
     @classmethod
     def build(cls, config: LatentEnsembleConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
@@ -154,7 +159,11 @@ class LatentEnsembleModel(nn.Module):
         features = config.features * sum(key.startswith(IMAGE_PREFIX) for key in reads)
         # Nothing is known of the features' structure: behind the vectors, all of them are predicted.
         free_elements = torch.cat([state_structure.free, vector.size + torch.arange(features)])
-        model = cls(config, spec, reads, replace(state_structure, free=free_elements), success_bonus(episodes), seed)
+        structure = replace(state_structure, free=free_elements)
+        readout = None
+        if config.readout_step_ratio:
+            readout = StateReadout.of(vector, spec, episodes, vector.size + features, seed)
+        model = cls(config, spec, reads, structure, success_bonus(episodes), seed, readout)
         # Set here and not in the constructor: `restore` must not train the encoder of a finished model again.
         if config.encoder is None:
             model._learns_encoder = True
@@ -181,12 +190,20 @@ class LatentEnsembleModel(nn.Module):
         self.autoencoder.load_state_dict(other_weights)
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """The encoder is trained first, unless it was copied or is already trained; then the ensemble, on latents."""
-        ensemble = DividedStage(self.ensemble, self.latent_batches, self.ensemble.loss), 1.0
-        if not self._learns_encoder:
-            return {"ensemble": ensemble}
-        encoder = PartStage(self.autoencoder, self.frame_batches, self.autoencoder.losses)
-        return {"encoder": (encoder, self.config.encoder_step_ratio), "ensemble": ensemble}
+        """The encoder is trained first, unless it was copied or is already trained; then, on its latents, the readout,
+        if there is one, and the ensemble: on single steps, and through its own predictions.
+        """
+        stages: dict[str, tuple[Regression, float]] = {}
+        if self._learns_encoder:
+            encoder = PartStage(self.autoencoder, self.frame_batches, self.autoencoder.losses)
+            stages["encoder"] = encoder, self.config.encoder_step_ratio
+        if self.readout is not None:
+            readout = PartStage(self.readout, self.readout_batches, self.readout.loss)
+            stages["readout"] = readout, self.config.readout_step_ratio
+        stages["ensemble"] = DividedStage(self.ensemble, self.latent_batches, self.ensemble.loss), 1.0
+        if ratio := self.config.ensemble.rollout_step_ratio:
+            stages["rollouts"] = LatentRollouts(self), ratio
+        return stages
 
     def frame_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield batches for `FrameAutoencoder.losses` indefinitely; the only state is `generator`."""
@@ -203,15 +220,32 @@ class LatentEnsembleModel(nn.Module):
 
     def latent_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield batches for `EnsembleModel.loss` indefinitely; the statistics are replaced by those of the latents."""
-        latent_episodes = encode_episodes(self, episodes)
+        latent_episodes = self.latents(episodes)
         # The statistics of `build` would be those of an untrained encoder's latents.
         self.ensemble.fit_statistics(recorded_transitions(latent_episodes, self.ensemble.state_vector))
         yield from self.ensemble.batches(latent_episodes, generator)
+
+    def readout_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield batches for `StateReadout.loss` indefinitely; the only state is `generator`."""
+        assert self.readout is not None
+        yield from self.readout.batches(with_fields(self.latents(episodes), episodes, self.readout.fields), generator)
+
+    def latents(self, episodes: Episodes) -> Episodes:
+        """Return `episodes` with latents as observations; those of the last episodes are kept for the next stage."""
+        weights = {name: value.clone() for name, value in self.encoder_weights().items()}
+        if self._encoded is not None:
+            kept, kept_weights, result = self._encoded
+            if kept is episodes and all(torch.equal(value, kept_weights[name]) for name, value in weights.items()):
+                return result
+        result = encode_episodes(self, episodes)
+        self._encoded = episodes, weights, result
+        return result
 
     def calibrate(self, episodes: Episodes) -> None:
         """Calibrate the success threshold, the uncertainty quantiles and the choice of reward head on held-out
         episodes.
         """
+        self._encoded = None  # training is over
         self.ensemble.calibrate(encode_episodes(self, episodes))
 
     @property
@@ -235,6 +269,7 @@ class LatentEnsembleModel(nn.Module):
             "config": to_plain(replace(self.config, encoder=None)),
             "success_bonus": self.success_bonus,
             "reads": {key: field.to_json() for key, field in self.reads.items()},
+            "readable": {key: field.to_json() for key, field in self.readable.items()},
         }
 
     @classmethod
@@ -242,7 +277,17 @@ class LatentEnsembleModel(nn.Module):
         """Build a model for `weights`, name -> [...], with a trained encoder; see `LearnedModel.restore`."""
         config = saved_configuration(cls.configuration, description)
         reads = {key: Field.from_json(field) for key, field in description["reads"].items()}
-        return cls(config, spec, reads, structure_in(weights), description["success_bonus"])
+        # A checkpoint without the entry is older than readouts.
+        fields = {key: Field.from_json(field) for key, field in description.get("readable", {}).items()}
+        parts = {
+            part: structure_in({name: value for name, value in weights.items() if name.startswith(f"{part}.")})
+            for part in ("ensemble", *(("readout",) if fields else ()))
+        }
+        readout = None
+        if fields:
+            size = spec.observation[LATENT].size
+            readout = StateReadout(StateVector.of(reads), fields, parts["readout"], size)
+        return cls(config, spec, reads, parts["ensemble"], description["success_bonus"], readout=readout)
 
     @torch.no_grad()
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
@@ -259,7 +304,11 @@ class LatentEnsembleModel(nn.Module):
             vectors = self.vector.pack({key: context.last(key) for key in self.vector.keys})
             parts.insert(0, torch.from_numpy(vectors).to(device))
         features = torch.cat(parts, -1)[:, None].cpu().numpy()
-        return self.ensemble.initial(Context({LATENT: features}), seeds)
+        latent = self.ensemble.initial(Context({LATENT: features}), seeds)
+        if self.readout is None:
+            return latent
+        state = latent["state"]
+        return {**latent, BEFORE: state, FIXED: self.readout.fixed_in(state)}
 
     def show(self, latent: Latent) -> Mapping[str, Tensor]:
         """Return the latent as the only observation field, [B, S]."""
@@ -276,13 +325,40 @@ class LatentEnsembleModel(nn.Module):
         parts = shown[LATENT][:, self.vector.size :].split(self.config.features, -1)
         return {key: coder.drawn(key, part) for key, part in zip(coder.images, parts, strict=True)}
 
+    @property
+    def readable(self) -> Mapping[str, Field]:
+        """Vector fields of the imitated world that `read` returns; see `HasReadout`."""
+        return {} if self.readout is None else self.readout.fields
+
+    @torch.no_grad()
+    def read(self, latent: Latent) -> Mapping[str, Tensor]:
+        """Return the fields `readable` of latents, key -> [B, *shape]; see `HasReadout`."""
+        return {} if self.readout is None else self.readout.read(latent["state"], latent[BEFORE], latent[FIXED])
+
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
         """Advance every row by one control step with actions [B, A]; see `EnsembleModel.imagine`."""
-        return self.ensemble.imagine(latent, actions)
+        latent, outcomes = self.generate(latent, actions[:, None])
+        return latent, outcomes[0]
 
     def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
         """Advance every row by T steps with actions [B, T, A]; see `EnsembleModel.generate`."""
-        return self.ensemble.generate(latent, actions)
+        after, outcomes = self.ensemble.generate(latent, actions)
+        if self.readout is None:
+            return after, outcomes
+        before = outcomes[-2].observation[LATENT] if len(outcomes) > 1 else latent["state"]
+        return {**after, BEFORE: before, FIXED: latent[FIXED]}, outcomes
+
+
+class LatentRollouts(RolloutStage):
+    """Fits the ensemble of a model of latents through its own predictions."""
+
+    def __init__(self, model: LatentEnsembleModel):
+        super().__init__(model.ensemble)
+        self._latents = model.latents
+
+    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
+        """Yield batches of latents [M, N, T + 1, S], as `RolloutStage.batches` of states."""
+        yield from super().batches(self._latents(episodes), generator)
 
 
 def encoder_fields(spec: WorldSpec) -> dict[str, Field]:

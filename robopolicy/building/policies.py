@@ -34,6 +34,7 @@ from robopolicy.training.encoders import load_with_encoder
 from worldmodels.encoding import EncodedPolicy
 from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import DecoderFree, EncodesForPolicy, WorldModel, encoder_weights
+from worldmodels.readout import HasReadout, ReadableModel, inner_model
 
 
 def choose_device(run: RunSection) -> torch.device:
@@ -156,7 +157,11 @@ def with_model_encoder(model: WorldModel, policy: Policy) -> Policy:
     """Return the form of `policy` that reads real observations: with the encoder of `model` in front if the policy
     reads its latent.
     """
-    needs_encoder = isinstance(model, DecoderFree) and not isinstance(policy, EncodesForPolicy)
+    needs_encoder = (
+        isinstance(model, DecoderFree)
+        and not isinstance(model, ReadableModel)
+        and not isinstance(policy, EncodesForPolicy)
+    )
     return EncodedPolicy(policy, cast(DecoderFree, model)) if needs_encoder else policy
 
 
@@ -164,22 +169,47 @@ def adapt_policy_to_world(world: World, policy: Policy) -> Policy:
     """Return the form of `policy` that acts in `world`: without its encoder inside the world model whose latent it
     reads.
 
-    Raises ConfigError when `world` is the imagination of another model.
+    Raises ConfigError when `world` is the imagination of another model that does not output what the encoder reads.
     """
     if not (isinstance(policy, EncodesForPolicy) and isinstance(world, ImaginedWorld)):
         return policy
-    if not isinstance(world.model, DecoderFree):
+    model = inner_model(world.model)
+    if not isinstance(model, DecoderFree):
         return policy
-    weights, other = encoder_weights(policy.encoder), encoder_weights(world.model)
-    if weights.keys() != other.keys() or any(
-        not torch.equal(weights[name], other[name].to(weights[name].device)) for name in weights
-    ):
-        raise ConfigError(
-            f"The policy reads the latent of another model than that of '{world.spec.name}': a model that was "
-            "trained again or further has other latents. The policy's own model is in its checkpoint, in the folder "
-            "'encoder'."
-        )
-    return policy.inner
+    shown = world.spec.observation
+    if set(model.spec.observation) <= set(shown) and reads_latent_of(policy, model):
+        return policy.inner
+    if set(policy.spec.observation) <= set(shown):
+        return policy
+    raise ConfigError(
+        f"The policy reads the latent of another model than that of '{world.spec.name}': a model that was trained "
+        "again or further has other latents. The policy's own model is in its checkpoint, in the folder 'encoder'."
+    )
+
+
+def reads_latent_of(policy: EncodesForPolicy, model: DecoderFree) -> bool:
+    """Return whether the encoder of `policy` is that of `model`."""
+    weights, other = encoder_weights(policy.encoder), encoder_weights(model)
+    return weights.keys() == other.keys() and all(
+        torch.equal(weights[name], other[name].to(weights[name].device)) for name in weights
+    )
+
+
+def model_for(policy: Policy | None, model: WorldModel) -> WorldModel:
+    """Return `model` with the observations that `policy` reads (None: a controller), if it can read them off its
+    latent; else `model` itself.
+
+    A model with a decoder has the observations of its world; a policy trained on the model's own latent reads that.
+    """
+    if not isinstance(model, HasReadout) or not model.readable:
+        return model
+    if policy is None:
+        return ReadableModel(model, (*model.spec.observation, *model.readable))
+    if isinstance(policy, EncodesForPolicy) and reads_latent_of(policy, model):
+        return model
+    keys = tuple(policy.spec.observation)
+    is_readable = all(key in model.readable or key in model.spec.observation for key in keys)
+    return ReadableModel(model, keys) if is_readable and not set(keys) <= set(model.spec.observation) else model
 
 
 def new_policy(config: Config, episodes: Episodes, device: torch.device | str = "cpu") -> Trainable:

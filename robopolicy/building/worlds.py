@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from robopolicy.building.planning import load_imagining
-from robopolicy.building.policies import adapt_policy_to_world
+from robopolicy.building.policies import adapt_policy_to_world, model_for
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.learn import CRITIC_DEPTH, FinetuneSection
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
@@ -130,7 +130,7 @@ def _made_world(
                 "relabel the data with robopolicy success DATASET success.classifier=PATH success.relabelled=FOLDER, "
                 "and use or train on that."
             )
-        return world_from_files(section, rows, history, seed, device, renaming_of(policy))
+        return world_from_files(section, rows, history, seed, device, policy)
     options: dict[str, Any] = {"seed": seed, "history": history, **section.options}
     camera_options = _shown(section, policy, filmed)
     if section.success is not None:
@@ -266,16 +266,16 @@ def world_from_files(
     history: int = 1,
     seed: int = 0,
     device: torch.device | str = "cpu",
-    rename: Mapping[str, str] | None = None,
+    policy: Policy | None = None,
 ) -> World:
-    """Return a world based on files: a world model's imagination, or recorded demonstrations with fields renamed by
-    `rename`.
+    """Return a world based on files: a world model's imagination with what `policy` reads, or recorded demonstrations
+    with fields renamed as for `policy`.
 
     Raises ConfigError when the file is not named, or when cameras or sizes are requested that it does not have.
     """
     if section.name == WORLD_MODEL:
-        return _imagined_world(section, rows, history, seed, device)
-    return _demonstrated_world(section, rows, history, seed, rename or {})
+        return _imagined_world(section, rows, history, seed, device, policy)
+    return _demonstrated_world(section, rows, history, seed, renaming_of(policy) or {})
 
 
 def _require_images(section: WorldSection, fields: Mapping[str, Field], what: str) -> None:
@@ -314,7 +314,9 @@ def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: in
     return with_latency_of(section.options, with_faults_of(section.options, world))
 
 
-def _imagined_world(section: WorldSection, rows: int, history: int, seed: int, device: torch.device | str) -> World:
+def _imagined_world(
+    section: WorldSection, rows: int, history: int, seed: int, device: torch.device | str, policy: Policy | None
+) -> World:
     if section.model is None:
         raise ConfigError("No world model is given. Set world.model=runs/worldmodel/push_cube/0/checkpoint.")
     model = load_imagining(section.model, device)
@@ -338,7 +340,7 @@ def _imagined_world(section: WorldSection, rows: int, history: int, seed: int, d
         start_steps = keyframes(episodes) if imagination.initial_states == "keyframes" else None
         starts = recorded_starts(episodes, model.context, start_steps)
     world = ImaginedWorld(
-        model,
+        model_for(policy, model),
         starts,
         rows,
         history=history,

@@ -44,6 +44,16 @@ class DividesBatches(Protocol):
 
 
 @runtime_checkable
+class ScalesLearningRate(Protocol):
+    """A stage of training with a learning rate of its own."""
+
+    @property
+    def learning_rate_scale(self) -> float:
+        """Factor on the learning rate of the other stages."""
+        ...
+
+
+@runtime_checkable
 class Staged(Protocol):
     """A model that is trained in several stages."""
 

@@ -17,9 +17,10 @@ from robopolicy.core.progress import progress
 from robopolicy.core.returns import SUCCESS, progress_reward
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.evaluation.image_quality import compare
-from worldmodels.encoding import encode_episodes
+from worldmodels.encoding import encode_episodes, with_fields
 from worldmodels.initial_states import context_at
 from worldmodels.protocol import DecoderFree, DecodesLatents, Imagined, Latent, LearnedModel, fields_read
+from worldmodels.readout import HasReadout
 
 HORIZONS = (1, 2, 5, 10, 20, 30, 40, 50)
 
@@ -38,8 +39,9 @@ def examine(
 
     open_loop: by horizon and observation key, three errors when following recorded actions from `rows` steps: "model",
     "shuffled" (with other rows' actions: must be clearly worse, or the model ignores actions) and "copy" (the initial
-    frame). A model without a decoder is compared with the latents of recorded frames. Vectors: root mean squared error
-    in standard deviations of the data, lower is better. Images: PSNR in dB, higher is better, and SSIM or LPIPS under
+    frame). A model without a decoder is compared with the latents of recorded frames, and its readout, if it has one,
+    with the recorded vectors that it does not read. Vectors: root mean squared error in standard deviations of the
+    data, lower is better. Images: PSNR in dB, higher is better, and SSIM or LPIPS under
     keys with their suffix. For one step from `steps` contexts, success: precision, recall and F1 of the head;
     reward_error: squared error over variance. None if the data does not define one: no success, none predicted, or
     constant rewards.
@@ -115,7 +117,9 @@ def open_loop(
     frames = begin + episodes.episode_of_step[begin]
     context = context_at(episodes, begin, model.context)
     truth = encode_episodes(model, episodes) if isinstance(model, DecoderFree) else episodes
-    first = {key: truth.observation[key][frames] for key in model.spec.observation}
+    readable = readable_fields(model, episodes)
+    truth = with_fields(truth, episodes, readable)
+    first = {key: truth.observation[key][frames] for key in (*model.spec.observation, *readable)}
     latent, confused = (model.initial(context, begin.numpy()) for _ in range(2))
     errors: dict[str, dict[str, dict[str, float]]] = {}
     with progress("Following recorded actions", longest) as advance:
@@ -129,8 +133,8 @@ def open_loop(
                 scores = {
                     name: _scores(predicted, truth, index, alive)
                     for name, predicted in (
-                        ("model", outcome.observation),
-                        ("shuffled", astray.observation),
+                        ("model", {**outcome.observation, **_read(model, latent, readable)}),
+                        ("shuffled", {**astray.observation, **_read(model, confused, readable)}),
                         ("copy", first),
                     )
                 }
@@ -139,6 +143,21 @@ def open_loop(
                 }
             advance()
     return errors
+
+
+def readable_fields(model: LearnedModel, episodes: Episodes) -> tuple[str, ...]:
+    """Return the keys of the recorded vectors that a model reads off its latent, beyond those that it is given."""
+    if not isinstance(model, HasReadout):
+        return ()
+    return tuple(key for key in model.readable if key not in model.reads and key in episodes.observation)
+
+
+def _read(model: LearnedModel, latent: Latent, keys: Sequence[str]) -> dict[str, Tensor]:
+    """Return the fields `keys` of latents, key -> [B, *shape]."""
+    if not keys or not isinstance(model, HasReadout):
+        return {}
+    fields = model.read(latent)
+    return {key: fields[key] for key in keys}
 
 
 def _scores(predicted: Mapping[str, Tensor], episodes: Episodes, frames: Tensor, alive: Tensor) -> dict[str, float]:

@@ -16,7 +16,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.exchange import add_gradients, broadcast, divided, require_equal
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators
-from robopolicy.core.regression import Regressor, Staged
+from robopolicy.core.regression import Regressor, ScalesLearningRate, Staged
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import current, to_plain
 from robopolicy.nn.configuration import LearningPrecision
@@ -255,6 +255,7 @@ def fit_stages(
     for place, (name, (part, share)) in enumerate(stages.items(), 1):
         run = folder if folder is None or place == len(stages) else RunFolder(folder.path / name)
         batches = part.batches(episodes, generators[f"{name} batches"])
-        steps = max(1, round(share * config.steps))
-        results.append(fit(part, batches, replace(config, steps=steps), generators, run=run, label=name))
+        rate = config.learning_rate * (part.learning_rate_scale if isinstance(part, ScalesLearningRate) else 1.0)
+        settings = replace(config, steps=max(1, round(share * config.steps)), learning_rate=rate)
+        results.append(fit(part, batches, settings, generators, run=run, label=name))
     return results

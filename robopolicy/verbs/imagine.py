@@ -50,6 +50,7 @@ from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import save_encoder
 from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import DecoderFree, LearnedModel
+from worldmodels.readout import ReadableModel, inner_model
 
 DIWA_WEIGHT = 0.05
 """Weight of the BC loss toward the base policy, in DiWA."""
@@ -134,7 +135,7 @@ def run(config: Config) -> int:
     clock = folder.clock()
     finetuning = learn(config, policy, worlds, model, folder, refresh)
     seconds = clock.seconds
-    if isinstance(worlds.imagined.model, DecoderFree):
+    if isinstance(worlds.imagined.model, DecoderFree) and not isinstance(worlds.imagined.model, ReadableModel):
         save_encoder(worlds.imagined.model, folder.checkpoint)
     real_policies = {"base": worlds.in_reality(base), "tuned": worlds.in_reality(policy)}
     episodes = section.evaluate_episodes
@@ -201,7 +202,7 @@ def refresh_of(config: Config, worlds: Worlds, model: Path, folder: RunFolder) -
             )
         in_reality = lambda policy: exploring(worlds.in_reality(policy))  # noqa: E731
     return ModelRefresh(
-        [cast(LearnedModel, each.model) for each in (worlds.training, worlds.imagined)],
+        [cast(LearnedModel, inner_model(each.model)) for each in (worlds.training, worlds.imagined)],
         worlds.real,
         model.parent / "dataset",
         folder,

@@ -33,6 +33,7 @@ from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 from worldmodels.checkpoint import kind_of, load_world_model
 from worldmodels.protocol import DecoderFree
+from worldmodels.readout import HasReadout
 
 VERB = Verb(
     summary="Rank policies in a world model and compare with the simulator",
@@ -100,12 +101,15 @@ def load_candidates(config: Config) -> dict[str, Policy | str]:
 
 
 def require_seen_by_experts(models: Iterable[Path], noise: Sequence[str]) -> None:
-    """Raise ConfigError if experts are to be ranked in a world model that outputs only a latent: they read the true
-    state.
-    """
+    """Raise ConfigError if experts are to be ranked in a world model off whose latent no state can be read."""
     for path in models if noise else ():
-        if isinstance(load_world_model(path), DecoderFree):
-            raise ConfigError(f"The expert cannot act in {path}, which outputs only its latent: set rank.noise=[].")
+        model = load_world_model(path)
+        if isinstance(model, DecoderFree) and not (isinstance(model, HasReadout) and model.readable):
+            raise ConfigError(
+                f"The expert cannot act in {path}, which outputs only its latent, without a readout of the state: set "
+                "rank.noise=[], or train the model on data with the state "
+                "(latent_ensemble with worldmodel.config.readout_step_ratio above 0)."
+            )
 
 
 def require_fitting(config: Config, sections: Iterable[WorldSection], candidates: Mapping[str, Policy | str]) -> None:
