@@ -4,7 +4,7 @@ Three ends of a rollout are kept apart: `terminated` (the model predicts the tas
 task's time limit: bootstrap) and `horizon_end` (imagination was truncated: bootstrap, never a real end).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from robopolicy.core.errors import ConfigError, NonFiniteError
 from robopolicy.core.history import repeat_last_valid
 from robopolicy.core.randomness import numpy_generator
 from robopolicy.core.returns import SUCCESS
-from robopolicy.core.spec import Observation, WorldSpec, check_finite, validate_actions
+from robopolicy.core.spec import TASK, Observation, WorldSpec, check_finite, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
 from worldmodels.protocol import ChunkModel, Context, DecoderFree, Imagined, Latent, Starts, WorldModel, merge_steps
 
@@ -42,6 +42,30 @@ class Truncation:
             )
 
 
+@dataclass(frozen=True)
+class StateCriterion:
+    """A task's own criterion of success, in place of a model's prediction.
+
+    succeeded: vectors by key, [R, C, *shape] each, and `task`, texts [R, 1] -> [R, C] bool, as `sims.task.Task`
+    defines it; keys: vectors that it reads; bonus: the reward for reaching success.
+    """
+
+    succeeded: Callable[[Mapping[str, np.ndarray]], np.ndarray]
+    keys: tuple[str, ...]
+    bonus: float
+
+    def applied(self, future: Imagined, texts: np.ndarray) -> Imagined:
+        """Return imagined steps [R, C, ...] of episodes with instructions `texts` [R] with this success and its
+        reward.
+        """
+        vectors = {key: future.observation[key].cpu().numpy().astype(np.float64) for key in self.keys}
+        success = torch.from_numpy(np.asarray(self.succeeded({**vectors, TASK: texts[:, None]}))).to(future.success)
+        rewards = dict(future.rewards)
+        if SUCCESS in rewards:
+            rewards[SUCCESS] = self.bonus * success.to(rewards[SUCCESS].dtype)
+        return replace(future, success=success, rewards=rewards)
+
+
 class ImaginedWorld:
     """`World` with snapshots, on top of a world model.
 
@@ -50,7 +74,8 @@ class ImaginedWorld:
     anywhere in it. batch_size: rows B; history: H frames; truncation: when imagination is truncated. penalty: penalty
     per unit of uncertainty, a separate reward term (MOPO, Yu et al. 2020, arXiv:2005.13239). debounce: number of
     consecutive predicted-success steps required for success. seed: of the generator of episode seeds when `reset` is
-    given none. If success is defined by an episode's return (`WorldSpec.least_return`), it is the imagined return at
+    given none. criterion: decides success from the imagined vectors, instead of the model. If success is defined by an
+    episode's return (`WorldSpec.least_return`), it is the imagined return at
     the end; an episode truncated before has not succeeded. Raises ConfigError on sizes below 1 and a negative penalty.
     """
 
@@ -65,6 +90,7 @@ class ImaginedWorld:
         penalty: float = 0.0,
         debounce: int = 1,
         seed: int = 0,
+        criterion: StateCriterion | None = None,
     ):
         require_sizes(batch_size=batch_size, history=history, debounce=debounce)
         if penalty < 0:
@@ -72,6 +98,7 @@ class ImaginedWorld:
         self.model, self._starts = model, starts
         self._truncation = truncation or Truncation()
         self._penalty, self._debounce = penalty, debounce
+        self._criterion = criterion
         self._batch_size = batch_size
         rewards = (*model.spec.rewards, PENALTY) if penalty else model.spec.rewards
         self._spec = replace(model.spec, name=f"imagined {model.spec.name}", rewards=rewards, history=history)
@@ -128,6 +155,9 @@ class ImaginedWorld:
             # The row with the most steps left decides how many are imagined; the others' surplus steps are not valid.
             count = min(shape[1], limit - int(arrays["steps"][index].min()))
             future = self._imagine(executed_actions[:, :count], index)
+            if self._criterion is not None:
+                texts = [self._spec.meaning(text) for text in episodes.instructions()[index]]
+                future = self._criterion.applied(future, np.array(texts))
             progress = self._advance(index, future)
             path = self._seen(index, future, progress)
             for key, frames in path.items():

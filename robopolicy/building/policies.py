@@ -1,6 +1,7 @@
 """Loads policies from checkpoints, for inference or training, adapts them to a world, and selects the device."""
 
 import shlex
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -195,9 +196,9 @@ def reads_latent_of(policy: EncodesForPolicy, model: DecoderFree) -> bool:
     )
 
 
-def model_for(policy: Policy | None, model: WorldModel) -> WorldModel:
+def model_for(policy: Policy | None, model: WorldModel, also: Sequence[str] = ()) -> WorldModel:
     """Return `model` with the observations that `policy` reads (None: a controller), if it can read them off its
-    latent; else `model` itself.
+    latent; else `model` itself. also: vectors that are read in addition.
 
     A model with a decoder has the observations of its world; a policy trained on the model's own latent reads that.
     """
@@ -205,11 +206,13 @@ def model_for(policy: Policy | None, model: WorldModel) -> WorldModel:
         return model
     if policy is None:
         return ReadableModel(model, (*model.spec.observation, *model.readable))
-    if isinstance(policy, EncodesForPolicy) and reads_latent_of(policy, model):
-        return model
-    keys = tuple(policy.spec.observation)
-    is_readable = all(key in model.readable or key in model.spec.observation for key in keys)
-    return ReadableModel(model, keys) if is_readable and not set(keys) <= set(model.spec.observation) else model
+    own = tuple(model.spec.observation)
+    behind = isinstance(policy, EncodesForPolicy) and reads_latent_of(policy, model)
+    keys = own if behind else tuple(policy.spec.observation)
+    if not all(key in model.readable or key in own for key in keys):
+        keys = own  # the policy is refused where it is compared with the world
+    keys = tuple(dict.fromkeys((*keys, *also)))
+    return model if set(keys) <= set(own) else ReadableModel(model, keys)
 
 
 def new_policy(config: Config, episodes: Episodes, device: torch.device | str = "cpu") -> Trainable:

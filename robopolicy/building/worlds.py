@@ -61,10 +61,11 @@ from sims.experts import Noise, NoisyController, noise_level
 from sims.names import suite_of
 from sims.play import PLAY, PlayingController
 from sims.recorded import DemonstratedWorld
-from sims.registry import make_expert, make_saved_world, make_world
-from worldmodels.env import ImaginedWorld, Truncation
+from sims.registry import load_task, make_expert, make_saved_world, make_world
+from worldmodels.env import ImaginedWorld, StateCriterion, Truncation
 from worldmodels.initial_states import keyframes, recorded_starts
 from worldmodels.protocol import Context, LearnedModel, Starts, WorldModel, fields_read
+from worldmodels.readout import HasReadout
 
 
 def build_world(
@@ -339,8 +340,9 @@ def _imagined_world(
         require_recorded(data, episodes, fields, model.spec.action, "world model")
         start_steps = keyframes(episodes) if imagination.initial_states == "keyframes" else None
         starts = recorded_starts(episodes, model.context, start_steps)
+    criterion = state_criterion(section, model) if imagination.success == "state" else None
     world = ImaginedWorld(
-        model_for(policy, model),
+        model_for(policy, model, () if criterion is None else criterion.keys),
         starts,
         rows,
         history=history,
@@ -348,8 +350,31 @@ def _imagined_world(
         penalty=imagination.uncertainty_penalty,
         debounce=imagination.debounce,
         seed=seed,
+        criterion=criterion,
     )
     return with_faults_of(section.options, world)
+
+
+def state_criterion(section: WorldSection, model: LearnedModel) -> StateCriterion:
+    """Return the criterion of success of the task that `model` imitates, on the vectors that it imagines or reads off
+    its latent.
+
+    Raises ConfigError when the world is no task with a criterion of its own, or a vector is missing.
+    """
+    name = section.simulator or (origin_of(model) or WorldOrigin(model.spec.name)).name
+    remedy = "unset world.imagination.success, and the model predicts success."
+    try:
+        task = load_task(name)
+    except ConfigError as error:
+        raise ConfigError(f"world.imagination.success=state needs a task's criterion of success: {remedy}") from error
+    readable = model.readable if isinstance(model, HasReadout) else model.spec.observation
+    missing = [key for key in task.observation if key not in readable]
+    if missing:
+        raise ConfigError(
+            f"world.imagination.success=state reads {', '.join(missing)}, which the world model {section.model} "
+            f"neither imagines nor reads off its latent: {remedy}"
+        )
+    return StateCriterion(task.succeeded, tuple(task.observation), getattr(model, "success_bonus", 0.0))
 
 
 def _require_imagined_latency(options: Mapping[str, Any], model: WorldModel) -> None:

@@ -205,8 +205,12 @@ class EpisodeRows:
     def observation(self) -> Observation:
         """Return a copy of every row's history, key -> [B, H, *shape], and the instructions [B] under `task`."""
         observation = {key: self.arrays[f"history/{key}"].copy() for key in self.spec.observation}
-        observation[TASK] = np.asarray(self._texts)[self.arrays["instruction"]]
+        observation[TASK] = self.instructions()
         return observation
+
+    def instructions(self) -> Array:
+        """Return every row's instruction, [B] texts."""
+        return np.asarray(self._texts)[self.arrays["instruction"]]
 
     def scatter(self, index: slice | Array, values: Array) -> Array:
         """Scatter `values` [R, ...] of rows `index` into an array of all rows, [B, ...], with zeros in the others."""

@@ -93,6 +93,10 @@ class ImaginationSection:
     """
     uncertainty_penalty: NonNegative = 0.0
     """Reward penalty per unit of uncertainty (MOPO)."""
+    success: Literal["model", "state"] = "model"
+    """What decides success: the model's prediction, or the task's own criterion on the imagined state (that which a
+    model reads off its latent), which ranks policies better where the task has one.
+    """
     debounce: Count = 1
     """Number of consecutive steps that must be predicted successful before success counts."""
     initial_states: Literal["simulator", "data", "keyframes"] = "simulator"
