@@ -88,6 +88,10 @@ class EnsembleConfig(FormerNames):
     """Width of the reward and success heads."""
     success_head: str = field(default="logistic", metadata={REGISTRY: "worldmodels.registry:SUCCESS_HEADS"})
     """Type of success head: a registered name, or module:Name."""
+    success: Literal["classifier", "potential"] = "classifier"
+    """What decides success: the success head, or a potential that learns from all rewards, beside the head. Its
+    threshold makes episodes of held-out data succeed as often as recorded; the head's makes single steps do.
+    """
     batch_size: Count = 256
     """Number of transitions per training step and ensemble member."""
     sample: bool = False

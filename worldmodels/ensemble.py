@@ -34,6 +34,7 @@ from worldmodels.data import (
     require_fields,
     structure_of,
 )
+from worldmodels.heads.goal import pairs_of
 from worldmodels.heads.outputs import quantiles_of
 from worldmodels.heads.state import StepHeads, success_batch
 from worldmodels.protocol import Context, Imagined, Latent, counters, uniforms_of
@@ -75,7 +76,10 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.dynamics = Members(config.members, states + actions, config.width, config.depth, 2 * free)
-            self.heads = StepHeads(self.state_vector, actions, config.head_width, success_bonus, config.success_head)
+            by_potential = config.success == "potential"
+            self.heads = StepHeads(
+                self.state_vector, actions, config.head_width, success_bonus, config.success_head, by_potential
+            )
         self.max_logvar = nn.Parameter(torch.full((free,), MAX_LOGVAR))
         self.min_logvar = nn.Parameter(torch.full((free,), MIN_LOGVAR))
         self.register_statistics(state=states, action=actions, delta=free)
@@ -167,8 +171,9 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         """Yield training batches indefinitely; each member samples its own steps, and the only state is `generator`.
 
         Batches for `loss`, in the world's units: state and next_state [M, N, S], action [M, N, A], reward [M, N],
-        success_state [N, S], success_label [N] bool, for M members and N = config.batch_size. Raises DataError when
-        rewards, success or final frames are missing.
+        success_state [N, S], success_label [N] bool, and where a potential decides success the outputs of
+        `pairs_of`; for M members and N = config.batch_size. Raises DataError when rewards, success or final frames are
+        missing.
         """
         data = recorded_transitions(episodes, self.state_vector)
         config, device = self.config, self.state_mean.device
@@ -178,6 +183,8 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
             rows = torch.randint(len(data), shape, generator=generator, device=generator_device).cpu()
             batch = {name: getattr(data, name)[rows] for name in ("state", "action", "next_state", "reward")}
             batch |= success_batch(data, rows[0], successes, config.positive_fraction, generator)
+            if config.success == "potential":
+                batch |= pairs_of(data, rows[0], generator)
             yield {name: value.to(device) for name, value in batch.items()}
 
     @torch.no_grad()

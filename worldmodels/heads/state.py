@@ -15,6 +15,7 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.blocks import Members
 from worldmodels.data import Standardised, means_and_deviations, recorded_transitions
+from worldmodels.heads.goal import GoalPotential, episode_threshold, pairs_of
 from worldmodels.heads.outputs import calibrated_threshold, potential_explains_rewards
 from worldmodels.heads.success import make_success_head
 
@@ -28,7 +29,7 @@ PART = 8192
 
 class StepHeads(Standardised):
     """Heads of one world, a `Regression`; `bonus` is the reward for success, `success_head` names the type of success
-    head.
+    head. by_potential: a `GoalPotential` decides success instead of that head, which is trained beside it.
     """
 
     reward_mean: Tensor
@@ -37,7 +38,13 @@ class StepHeads(Standardised):
     pays_potential: Tensor
 
     def __init__(
-        self, state_vector: StateVector, actions: int, width: int, bonus: float, success_head: str = "logistic"
+        self,
+        state_vector: StateVector,
+        actions: int,
+        width: int,
+        bonus: float,
+        success_head: str = "logistic",
+        by_potential: bool = False,
     ):
         super().__init__()
         self.state_vector, self.bonus = state_vector, bonus
@@ -45,6 +52,7 @@ class StepHeads(Standardised):
         self.reward = Members(1, 2 * states + actions, width, 2, 1)
         self.success = make_success_head(success_head, states, width, 2)
         self.potential = Members(1, states, width, 2, 1)
+        self.goal = GoalPotential(states, width) if by_potential else None
         self.register_statistics(state=states, action=actions, change=states, reward=1)
         self.register_buffer("success_threshold", torch.zeros(()))
         self.register_buffer("pays_potential", torch.zeros((), dtype=torch.bool))
@@ -55,6 +63,8 @@ class StepHeads(Standardised):
         change = data.next_state - data.state
         values = {"state": data.state, "action": data.action, "change": change, "reward": data.reward[:, None]}
         self.keep_statistics(means_and_deviations(values))
+        if self.goal is not None:
+            self.goal.fit_scale(data)
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
         """Yield batches for `loss` indefinitely; the only state is `generator`.
@@ -68,12 +78,15 @@ class StepHeads(Standardised):
             rows = torch.randint(len(data), (BATCH,), generator=generator, device=generator.device).cpu()
             batch = {name: getattr(data, name)[rows] for name in ("state", "action", "next_state", "reward")}
             batch |= success_batch(data, rows, successes, POSITIVE_SHARE, generator)
+            if self.goal is not None:
+                batch |= pairs_of(data, rows, generator)
             yield {name: value.to(device) for name, value in batch.items()}
 
     def loss(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"reward", "potential", "success"}: each [N].
+        """Return {"reward", "potential", "success"} and, where a potential decides success, {"goal"}: each [N].
 
-        batch: state, action, next_state, reward of steps; success_state [N, S] and success_label [N] of others.
+        batch: state, action, next_state, reward of steps; success_state [N, S] and success_label [N] of others; for a
+        potential that decides success also the outputs of `pairs_of`.
         """
         state = batch["state"]
         action = batch["action"]
@@ -81,17 +94,27 @@ class StepHeads(Standardised):
         reward = self.standard("reward", batch["reward"][:, None])[:, 0]
         predicted = self.reward(self._reward_input(state, action, after)[None])[0, :, 0]
         success_state = self.standard("state", batch["success_state"])
+        losses = dict[str, Tensor]()
+        if self.goal is not None:
+            first, second = (self.standard("state", batch[name]) for name in ("success_first", "success_second"))
+            gain = batch["success_gain"]
+            losses["goal"] = self.goal.loss(first, second, gain, success_state, batch["success_label"])
         return {
             "reward": (predicted - reward).square(),
             # In the world's units: increases of a potential sum to 0 around a circle. Standardised rewards, which are
             # shifted by their mean, do not.
             "potential": (self._increase(state, after) - batch["reward"]).square() / self.reward_std.square(),
             "success": self.success.loss(success_state, batch["success_label"]),
+            **losses,
         }
 
     def success_logit(self, state: Tensor) -> Tensor:
-        """Return the logit [N] of success in states [N, S], before calibration."""
-        return self.success(self.standard("state", state))
+        """Return the logit [N] of success in states [N, S], or the potential that decides it, before calibration."""
+        return self._decides(self.standard("state", state))
+
+    def _decides(self, standard_state: Tensor) -> Tensor:
+        """Return the value [...] of standardised states [..., S] that is compared with the threshold of success."""
+        return self.success(standard_state) if self.goal is None else self.goal(standard_state)
 
     def succeeded(self, state: Tensor) -> Tensor:
         """Return whether states [N, S] are successful."""
@@ -106,7 +129,7 @@ class StepHeads(Standardised):
         all steps are computed together, and every state is processed once.
         """
         states = self.standard("state", path)
-        success = self.success(states[1:]) > self.success_threshold
+        success = self._decides(states[1:]) > self.success_threshold
         if self.pays_potential:
             value = self.potential(states.flatten(0, 1)[None]).reshape(path.shape[:2])
             return self.reward_std * value.diff(dim=0), success
@@ -118,7 +141,11 @@ class StepHeads(Standardised):
         """Calibrate the success threshold and the choice of reward head on held-out steps."""
         device = self.state_mean.device
         logits = torch.cat([self.success_logit(part.to(device)) for part in data.next_state.split(PART)])
-        self.success_threshold.copy_(calibrated_threshold(logits, data.won))
+        if self.goal is None:
+            self.success_threshold.copy_(calibrated_threshold(logits, data.won))
+        else:
+            assert data.episode is not None
+            self.success_threshold.copy_(episode_threshold(logits.cpu(), data.won.cpu(), data.episode.cpu()))
         rewards = []
         for rows in torch.arange(len(data)).split(PART):
             state, action, after = (value[rows].to(device) for value in (data.state, data.action, data.next_state))
