@@ -234,8 +234,8 @@ class LatentEnsembleModel(nn.Module):
         """Return `episodes` with latents as observations; those of the last episodes are kept for the next stage."""
         weights = {name: value.clone() for name, value in self.encoder_weights().items()}
         if self._encoded is not None:
-            kept, kept_weights, result = self._encoded
-            if kept is episodes and all(torch.equal(value, kept_weights[name]) for name, value in weights.items()):
+            source, encoder, result = self._encoded
+            if source is episodes and all(torch.equal(value, encoder[name]) for name, value in weights.items()):
                 return result
         result = encode_episodes(self, episodes)
         self._encoded = episodes, weights, result

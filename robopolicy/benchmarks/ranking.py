@@ -47,14 +47,30 @@ POLICIES: dict[str, tuple[str, float | None]] = {
 MODELS = {
     "ensemble": Changes(("worldmodel.kind=ensemble",), {"pick_place": ("worldmodel.fit.steps=12000",)}),
     "rssm": Changes(("worldmodel.kind=rssm",)),
+    "latent_ensemble": Changes(
+        (
+            "worldmodel.kind=latent_ensemble",
+            "world.cameras=[top]",
+            "world.image_size=64",
+            "worldmodel.transitions=20000",
+            "worldmodel.fit.steps=2000",
+            "worldmodel.config.ensemble.members=3",
+        ),
+        {"pick_place": ("world.cameras=[front,wrist]",)},
+    ),
     **{kind: Changes(settings) for kind, settings in IMAGE_MODELS.items()},
 }
 """By kind. State models take minutes, those of images longer. Telling policies a few points apart takes a truer model
 than improving one: on pick_place more than twice the recipe's training.
 """
 
-SHORTER = {"video": ("rank.episodes=64",)}
-"""Where as many episodes of every policy as the recipe says would take hours."""
+RANKED = {
+    "latent_ensemble": ("world.imagination.success=state", "world.imagination.debounce=2"),
+    "video": ("rank.episodes=64",),
+}
+"""Settings of `rank` by kind: policies of states act on the readout of latents, and its distance to the goal decides;
+with video, as many episodes of every policy as the recipe says would take hours.
+"""
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
@@ -76,7 +92,7 @@ def measure(config: Config, root: Path, task: str, kinds: tuple[str, ...]) -> di
             if not is_complete(result.parent):
                 model = trained_model(config, root, task, kind, seed) / "checkpoint"
                 arguments = f"rank.policies=[{','.join(map(str, policies))}]", f"rank.models=[{model}]", "rank.noise=[]"
-                overrides = f"run.name={kind}", *arguments, *SHORTER.get(kind, ())
+                overrides = f"run.name={kind}", *arguments, *RANKED.get(kind, ())
                 rank.run(compose([*settings_of(config, root, task, seed), *overrides]))
             rankings[kind][str(seed)] = read_json(result)["models"][kind]
     return rankings

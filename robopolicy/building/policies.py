@@ -177,10 +177,10 @@ def adapt_policy_to_world(world: World, policy: Policy) -> Policy:
     model = inner_model(world.model)
     if not isinstance(model, DecoderFree):
         return policy
-    shown = world.spec.observation
-    if set(model.spec.observation) <= set(shown) and reads_latent_of(policy, model):
+    fields = world.spec.observation
+    if set(model.spec.observation) <= set(fields) and reads_latent_of(policy, model):
         return policy.inner
-    if set(policy.spec.observation) <= set(shown):
+    if set(policy.spec.observation) <= set(fields):
         return policy
     raise ConfigError(
         f"The policy reads the latent of another model than that of '{world.spec.name}': a model that was trained "
@@ -206,13 +206,13 @@ def model_for(policy: Policy | None, model: WorldModel, also: Sequence[str] = ()
         return model
     if policy is None:
         return ReadableModel(model, (*model.spec.observation, *model.readable))
-    own = tuple(model.spec.observation)
+    latent_keys = tuple(model.spec.observation)
     behind = isinstance(policy, EncodesForPolicy) and reads_latent_of(policy, model)
-    keys = own if behind else tuple(policy.spec.observation)
-    if not all(key in model.readable or key in own for key in keys):
-        keys = own  # the policy is refused where it is compared with the world
+    keys = latent_keys if behind else tuple(policy.spec.observation)
+    if not all(key in model.readable or key in latent_keys for key in keys):
+        keys = latent_keys  # the policy is refused where it is compared with the world
     keys = tuple(dict.fromkeys((*keys, *also)))
-    return model if set(keys) <= set(own) else ReadableModel(model, keys)
+    return model if set(keys) <= set(latent_keys) else ReadableModel(model, keys)
 
 
 def new_policy(config: Config, episodes: Episodes, device: torch.device | str = "cpu") -> Trainable:

@@ -368,10 +368,10 @@ def state_criterion(section: WorldSection, model: LearnedModel) -> StateCriterio
     except ConfigError as error:
         raise ConfigError(f"world.imagination.success=state needs a task's criterion of success: {remedy}") from error
     readable = model.readable if isinstance(model, HasReadout) else model.spec.observation
-    missing = [key for key in task.observation if key not in readable]
-    if missing:
+    missing_keys = [key for key in task.observation if key not in readable]
+    if missing_keys:
         raise ConfigError(
-            f"world.imagination.success=state reads {', '.join(missing)}, which the world model {section.model} "
+            f"world.imagination.success=state reads {', '.join(missing_keys)}, which the world model {section.model} "
             f"neither imagines nor reads off its latent: {remedy}"
         )
     return StateCriterion(task.succeeded, tuple(task.observation), getattr(model, "success_bonus", 0.0))

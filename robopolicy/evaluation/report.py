@@ -172,6 +172,7 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any], addre
     _add_curves(report, folder.metrics(), _base_rate(result))
     if "validation" in result:
         _add_validation(report, result["validation"])
+        _add_behaviours(report, result.get("behaviours", {}))
     if "models" in result:
         _add_rankings(report, result["models"])
     if "detectors" in result:
@@ -422,6 +423,21 @@ def _add_validation(report: Report, validation: Mapping[str, Any]) -> None:
     for key in sorted({key for figures in validation["open_loop"].values() for key in figures}):
         svg = plots.open_loop_errors(validation["open_loop"], key)
         report.sections.append(Section(f"Open-loop prediction error: {key}", caption, svg=svg))
+
+
+def _add_behaviours(report: Report, figures: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add recorded and imagined success of the behaviours that the model was trained on."""
+    if not figures:
+        return
+    rows = [
+        [name, f"{row['recorded']:.1%}", f"{row['imagined']:.1%}", row["episodes"]] for name, row in figures.items()
+    ]
+    caption = (
+        "Every policy and expert that was recorded acts in the model, from the recorded initial states. Imagined "
+        "success far above the recorded means that the model flatters policies, whatever its open-loop error."
+    )
+    header = ("behaviour", "recorded", "imagined", "episodes")
+    report.sections.append(Section("Success of recorded behaviours", caption, header=header, rows=rows))
 
 
 def _add_rankings(report: Report, models: Mapping[str, Mapping[str, Any]]) -> None:

@@ -4,8 +4,8 @@ Data: worldmodel.data (default: the output of collect), then rollouts of the exp
 level of worldmodel.noise, at play, and of worldmodel.policies, until there are worldmodel.transitions control steps.
 worldmodel.include_base adds the policy that train saved. world=demonstrations allows no rollouts. All data is stored
 next to the model. The report compares open-loop errors with shuffled actions and with copying the first frame, and
-gives precision and recall of the learned success head. For models of images it includes a video of recorded and
-imagined episodes.
+gives precision and recall of the learned success head, and the success of each recorded policy and expert beside that
+in imagination. For models of images it includes a video of recorded and imagined episodes.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from robopolicy.building.behaviours import Behaviour, imagined_success, warnings_of
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.policies import load_policy
 from robopolicy.building.worlds import build_noisy_expert, build_world
@@ -40,7 +41,7 @@ from robopolicy.evaluation.intervals import plus_minus
 from robopolicy.evaluation.report import IMAGINED
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow, images_imagined
-from robopolicy.runs import default_path, input_path, output, print_table
+from robopolicy.runs import default_path, input_path, output, print_table, runs_of
 from robopolicy.training.fit import fit_stages
 from robopolicy.verbs.job import Job, say_replicas
 from robopolicy.verbs.verb import Verb
@@ -77,7 +78,7 @@ def run(config: Config) -> int:
     generators = Generators(config.run.seed, device)
     world = build_world(config.world, seed=config.run.seed)
     require_learnable_success(world.spec)
-    episodes = gather(config, world, generators["rollouts"])
+    episodes, behaviours = gather(config, world, generators["rollouts"])
     origin = origin_of_section(config.world)
     if not job.is_over:
         write_dataset(episodes, folder.path / "dataset", images="png", existing="replace", origin=origin)
@@ -97,16 +98,20 @@ def run(config: Config) -> int:
     model.calibrate(validation)
     rows, steps = section.validation_episodes, section.validation_steps
     success = episodes.success
+    count = section.behaviour_episodes
+    imagined = imagined_success(config.world, model, behaviours if count else (), count, config.run.seed)
     result = {
         "episodes": len(episodes),
         "success_rate": float(success.float().mean()) if success is not None else None,
         "losses": {name: value for each in fit_results for name, value in each.losses.items()},
         "seconds": seconds,
         "validation": examine(model, validation, generators["examine"], rows=rows, steps=steps),
+        "behaviours": imagined,
     }
     save_world_model(model, folder.checkpoint)
     film(model, validation, folder)
     show(result["validation"])
+    show_behaviours(imagined)
     job.finish(result, "World model")
     return 0
 
@@ -122,8 +127,10 @@ def require_learnable_success(spec: WorldSpec) -> None:
         )
 
 
-def gather(config: Config, world: World, generator: torch.Generator) -> Episodes:
-    """Return recorded episodes and, if steps are missing, fresh rollouts in equal numbers from each source."""
+def gather(config: Config, world: World, generator: torch.Generator) -> tuple[Episodes, list[Behaviour]]:
+    """Return recorded episodes and, if steps are missing, fresh rollouts in equal numbers from each source; and what
+    acted in those rollouts.
+    """
     section, seed = config.worldmodel, config.run.seed
     paths = section.data or (default_path(config, "collect", "dataset", None, "worldmodel.data"),)
     require_known(section.rename, paths)
@@ -134,14 +141,15 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
         fields = {key: field for key, field in world.spec.observation.items() if key in part.observation_fields}
         require_recorded(path, part, fields, world.spec.action, "world")
     if config.world.name == DEMONSTRATIONS:  # where nothing new can be played
-        return Episodes.concatenate(parts)
+        return Episodes.concatenate(parts), []
     steps_missing = section.transitions - sum(part.step_count for part in parts)
     if steps_missing <= 0:
-        return Episodes.concatenate(parts)
+        return Episodes.concatenate(parts), []
     policies = section.policies
     if section.include_base:
         policies = tuple(dict.fromkeys((base_of(config), *policies)))
     actors: list[Any] = [load_policy(path, generator.device) for path in policies]
+    names = runs_of(policies)
     for actor in actors:  # before any is played
         with prefix_errors(actor):
             require_fit(actor.spec, world.spec)
@@ -153,15 +161,21 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
         seeds = episode_seeds(seed, f"worldmodel/{index}/{turn}", world.batch_size)
         return record(world, actors[index], seeds, generator=generator)
 
+    names += [f"expert, noise {level}" for level in section.noise]
     plays = play_fraction(config, world.spec)
-    others = round((1 - plays) * steps_missing) if actors else 0
-    shares = [others // max(1, len(actors))] * len(actors)
+    noisy_steps = round((1 - plays) * steps_missing) if actors else 0
+    shares = [noisy_steps // max(1, len(actors))] * len(actors)
     if plays:
         seed_of_play = derive_seed(seed, f"worldmodel/noise/{PLAY}")
         actors.append(build_noisy_expert(config.world, world, PLAY, seed_of_play, config.collect.controller))
-        shares.append(steps_missing - others)
-    parts += [record_until(share, partial(play, index=index)) for index, share in enumerate(shares) if share]
-    return Episodes.concatenate(parts)
+        names.append("expert, play")
+        shares.append(steps_missing - noisy_steps)
+    behaviours = [
+        Behaviour(names[index], actors[index], record_until(share, partial(play, index=index)))
+        for index, share in enumerate(shares)
+        if share
+    ]
+    return Episodes.concatenate([*parts, *(each.episodes for each in behaviours)]), behaviours
 
 
 def play_fraction(config: Config, spec: WorldSpec) -> float:
@@ -203,6 +217,15 @@ def film(model: LearnedModel, episodes: Episodes, folder: RunFolder) -> None:
     longest = episodes.lengths.argsort(descending=True, stable=True)[:FILMED]
     rollout = follow(model, episodes, episodes.starts[longest], int(episodes.lengths[longest].max()))
     write_video(above(rollout.real, rollout.imagined, model.spec.fps), folder.path / f"{IMAGINED}.mp4")
+
+
+def show_behaviours(figures: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print recorded and imagined success by behaviour, and a warning for each that differs."""
+    if figures:
+        rows = [[name, f"{row['recorded']:.1%}", f"{row['imagined']:.1%}"] for name, row in figures.items()]
+        print_table("Success of recorded behaviours", ["behaviour", "recorded", "imagined"], rows)
+    for warning in warnings_of(figures):
+        output.print(f"Warning: {warning}", markup=False, soft_wrap=True)
 
 
 def show(validation: Mapping[str, Any]) -> None:

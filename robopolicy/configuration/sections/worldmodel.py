@@ -61,6 +61,10 @@ class WorldModelSection(Tagged):
     model learns that things go to goals by themselves. null: 0.4 for latent_ensemble where the world names goals, else
     0.
     """
+    behaviour_episodes: Natural = 128
+    """Number of episodes in which each recorded policy and expert acts in the trained model, whose success is compared
+    with the recorded; 0 for none. Models that imagine images do without.
+    """
     validation_episodes: Count = 512
     """Number of held-out episodes that the evaluation of the trained model replays in imagination."""
     validation_steps: Count = 20_000

@@ -1,0 +1,107 @@
+"""Recorded behaviours act in a model of their world: in one that is true, in one that flatters, and who cannot."""
+
+from dataclasses import replace
+
+import numpy as np
+import point_world
+import pytest
+import torch
+from point_world import SPEC
+
+from robopolicy.building.behaviours import Behaviour, imagined_success, warnings_of
+from robopolicy.configuration.sections.run import WorldSection
+from robopolicy.core.randomness import Generators
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
+from robopolicy.policies.configuration import DenoisingPolicyConfig
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.training.configuration import FitConfig
+from robopolicy.training.fit import fit
+from worldmodels.configuration import EnsembleConfig
+from worldmodels.ensemble import EnsembleModel
+
+pytestmark = pytest.mark.long
+
+
+class Goes:
+    """Goes to the goal at full speed, or only starts to."""
+
+    def __init__(self, gain=2.0):
+        self.gain = gain
+
+    def reset(self, rows=None):
+        """Nothing to forget."""
+
+    def act(self, observation):
+        """Return actions along the way to the goal."""
+        return np.clip(self.gain * observation[ENVIRONMENT_STATE][:, -1, 2:], -1, 1)
+
+
+def recorded_by(actor, count=60, steps=12):
+    """Episodes of a controller in the point world, in which nothing is random but the beginning."""
+    generator = torch.Generator().manual_seed(4)
+    positions, goals, actions, lengths, progress, won = [], [], [], [], [], []
+    for _ in range(count):
+        position, goal = (2 * torch.rand(2, generator=generator) - 1 for _ in range(2))
+        positions.append(position)
+        for step in range(steps):
+            seen = {ENVIRONMENT_STATE: torch.cat([goal, goal - position]).numpy()[None, None]}
+            actions.append(torch.from_numpy(actor.act(seen))[0].float())
+            after = position + point_world.GAIN * actions[-1]
+            progress.append((goal - position).norm() - (goal - after).norm())
+            won.append((goal - after).norm() < 0.15)
+            position = after
+            positions.append(position)
+            if won[-1] or step == steps - 1:
+                lengths.append(step + 1)
+                goals.append(goal.expand(step + 2, 2))
+                break
+    return point_world.assembled(SPEC, positions, goals, actions, lengths, progress, won)
+
+
+@pytest.fixture(scope="module")
+def learned():
+    torch.set_num_threads(1)
+    train, held = point_world.recorded().split(0.1, torch.Generator().manual_seed(0))
+    model = EnsembleModel.build(EnsembleConfig(members=2, width=48, depth=2, head_width=48), SPEC, train, seed=0)
+    generators = Generators(0)
+    fit(model, model.batches(train, generators["batches"]), FitConfig(steps=400, learning_rate=3e-3), generators)
+    model.calibrate(held)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def behaviours():
+    actors = {"fast": Goes(), "slow": Goes(0.2)}
+    return [Behaviour(name, actor, recorded_by(actor)) for name, actor in actors.items()]
+
+
+SECTION = WorldSection(name="points", batch_size=32)
+
+
+def test_a_true_model_repeats_what_was_recorded(learned, behaviours):
+    figures = imagined_success(SECTION, learned, behaviours, 50, 0)
+    assert list(figures) == ["fast", "slow"] and figures["fast"]["episodes"] == 50
+    assert figures["fast"]["recorded"] > 0.9 > 0.5 > figures["slow"]["recorded"]
+    for row in figures.values():
+        assert abs(row["imagined"] - row["recorded"]) <= 0.1
+    assert warnings_of(figures) == []
+
+
+def test_a_model_that_sees_success_too_soon_is_found_out(learned, behaviours):
+    threshold = learned.heads.success_threshold.clone()
+    learned.heads.success_threshold.fill_(-1e6)
+    figures = imagined_success(SECTION, learned, behaviours[1:], 50, 0)
+    learned.heads.success_threshold.copy_(threshold)
+    assert figures["slow"]["imagined"] == 1
+    (warning,) = warnings_of(figures)
+    assert "flatters slow: 100% of its episodes" in warning
+    assert "undercounts a" in warnings_of({"a": {"recorded": 0.5, "imagined": 0.3}})[0]
+
+
+def test_who_reads_what_is_not_there_is_left_out(learned, behaviours):
+    fields = {STATE: SPEC.observation[STATE], "observation.other": Field((3,))}
+    config = DenoisingPolicyConfig(chunk=2, prediction_steps=2, sampling_steps=2, width=8, depth=1)
+    policy = DenoisingPolicy(config, fields, SPEC.action, fps=SPEC.fps, instructions=SPEC.instructions)
+    blind = Behaviour("blind", policy, behaviours[0].episodes)
+    unknown = Behaviour("unknown", Goes(), replace(behaviours[0].episodes, step_success=None))
+    assert list(imagined_success(SECTION, learned, [blind, unknown, behaviours[0]], 5, 0)) == ["fast"]
