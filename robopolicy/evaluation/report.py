@@ -430,7 +430,8 @@ def _add_behaviours(report: Report, figures: Mapping[str, Mapping[str, Any]]) ->
     if not figures:
         return
     rows = [
-        [name, f"{row['recorded']:.1%}", f"{row['imagined']:.1%}", row["episodes"]] for name, row in figures.items()
+        [name, f"{row['recorded']:.1%}", f"{row['imagined']:.1%}", str(row["episodes"])]
+        for name, row in figures.items()
     ]
     caption = (
         "Every policy and expert that was recorded acts in the model, from the recorded initial states. Imagined "
