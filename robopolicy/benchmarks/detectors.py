@@ -61,7 +61,9 @@ def _tables(task: str, rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     faults = [fault for fault in rows[0]["faults"] if all(fault in row["faults"] for row in rows)]
     if faults:
         lines = [_fault_line(fault, names, [row["faults"][fault] for row in rows]) for fault in faults]
-        title = f"{task}: failures detected after a planted fault began, and seconds from there to the alarm"
+        title = (
+            f"{task}: failures detected after a planted fault began, and median seconds from there to the alarm by seed"
+        )
         result.append(Table(title, ["fault", "success", *names], lines))
     return result
 
@@ -88,7 +90,8 @@ def _fault_line(fault: str, names: Sequence[str], seeds: Sequence[Mapping[str, A
     cells = []
     for name in names:
         found = [each[name] for each in seeds]
-        cells.append(f"{percent(_sum([each['detected'] for each in found]))}, {_seconds(found, 'delay_seconds')} s")
+        detected = _sum([each["detected"] for each in found])
+        cells.append(f"{detected['count']} of {detected['total']}, {_seconds(found, 'delay_seconds')}")
     return [fault, success, *cells]
 
 
