@@ -172,9 +172,15 @@ class TrajectoryConfig:
             )
 
 
+CANDIDATES = "candidates"
+"""The kind of planning that chooses among chunks of a policy."""
+
+
 @dataclass(frozen=True)
 class PlanConfig(FormerNames):
-    """Planning in a world model: execute the best of several policy chunks, as predicted by the model."""
+    """Planning in a world model: execute the best of several policy chunks, or an optimised action sequence, as
+    predicted by the model.
+    """
 
     RENAMED: ClassVar[Mapping[str, str]] = {"futures": "rollouts"}
 
@@ -195,9 +201,22 @@ class PlanConfig(FormerNames):
     majority.
     """
 
+    kind: str = CANDIDATES
+    """candidates: the best of several chunks of the policy. cem, icem, mppi: action sequences optimised in the model,
+    of which a policy, if any, proposes one; or the import path of a planner.
+    """
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of other kinds than candidates, such as plan.options.samples=64."""
+    replan: int = 2
+    """Control steps executed between two plans, for other kinds than candidates."""
+    objective: str = ""
+    """Import path of a potential of imagined observations, key -> [n, ...] to [n], to increase instead of the model's
+    rewards; for other kinds than candidates.
+    """
+
     def __post_init__(self):
-        if min(self.candidates, self.horizon, self.rollouts) < 1 or not 0 < self.discount <= 1:
-            raise ConfigError("Planning needs candidates, horizon and rollouts >= 1 and a discount in (0, 1].")
+        if min(self.candidates, self.horizon, self.rollouts, self.replan) < 1 or not 0 < self.discount <= 1:
+            raise ConfigError("Planning needs candidates, horizon, rollouts and replan >= 1 and a discount in (0, 1].")
         if self.aggregate not in AGGREGATES:
             raise ConfigError(f"aggregate={self.aggregate} is not known.{did_you_mean(self.aggregate, AGGREGATES)}")
 

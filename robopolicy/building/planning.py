@@ -14,8 +14,9 @@ from robopolicy.core.world import World
 from robopolicy.inference.plan import load_plan
 from robopolicy.training.acting import Acting
 from worldmodels import load_world_model
-from worldmodels.configuration import PlanConfig
+from worldmodels.configuration import CANDIDATES, PlanConfig
 from worldmodels.env import ImaginedWorld
+from worldmodels.mpc import ModelPredictivePolicy
 from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import Cacheable, DecoderFree, LearnedModel
 
@@ -34,13 +35,32 @@ def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedM
 
 
 def with_planning(section: PlanSection, policy: Policy, device: torch.device | str = "cpu") -> Policy:
-    """Return `policy` with planning (best of N candidates) if the section names a world model, else unchanged."""
+    """Return `policy` with planning as the section says if it names a world model, else unchanged."""
     if section.model is None:
         return policy
-    planned_policy = PlannedPolicy(policy, load_imagining(section.model, device), narrowed(PlanConfig, section))
+    model, settings = load_imagining(section.model, device), narrowed(PlanConfig, section)
+    planned_policy: Policy = (
+        PlannedPolicy(policy, model, settings)
+        if settings.kind == CANDIDATES
+        else ModelPredictivePolicy(model, settings, policy)
+    )
     remember_origin(planned_policy, origin_of(policy))
     remember_renaming(planned_policy, renaming_of(policy))
     return planned_policy
+
+
+def planner_alone(section: PlanSection, device: torch.device | str = "cpu") -> Policy:
+    """Return a planner without a policy, for the world in which its model was trained.
+
+    Raises ConfigError when the section names no world model, or a kind of planning that chooses among a policy's
+    chunks.
+    """
+    if section.model is None or section.kind == CANDIDATES:
+        raise ConfigError("Planning without a policy needs plan.model=CHECKPOINT and plan.kind=cem, icem or mppi.")
+    model = load_imagining(section.model, device)
+    planner = ModelPredictivePolicy(model, narrowed(PlanConfig, section))
+    remember_origin(planner, origin_of(model))
+    return planner
 
 
 def planned_acting(
@@ -53,6 +73,11 @@ def planned_acting(
     """
     if section.model is None:
         return None
+    if section.kind != CANDIDATES:
+        raise ConfigError(
+            f"plan.kind={section.kind} chooses actions by itself, which have no probability under the policy: only "
+            "plan.kind=candidates can collect for fine-tuning."
+        )
     same_model = imagined is not None and imagined.resolve() == section.model.resolve()
     world_model = world.model if isinstance(world, ImaginedWorld) and same_model else None
     model = load_imagining(section.model, device) if world_model is None else world_model

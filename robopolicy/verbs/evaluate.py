@@ -6,9 +6,10 @@ success is reported per instruction. evaluate.controls tests language conditioni
 (wrong_instruction; unchanged success means the policy ignores it) or with the same one in other words (paraphrase).
 evaluate.latency_steps=N gives every policy call a latency of N control steps; evaluate.chunking selects how the robot
 executes chunks meanwhile. plan.model=CHECKPOINT evaluates the policy with planning in a world model, and without it for
-comparison. evaluate.reference_dataset=DATASET normalises returns between those of uniform random actions and of the
-expert. "evaluate.specification='G[0,8](abs(cube_y) < 0.4)'" (both quotes) measures the episodes by a formula of signal
-temporal logic. workers.count=N plays batches of world.batch_size episodes in N processes, with equal results.
+comparison; with plan.kind=cem and no policy, the planner alone. evaluate.reference_dataset=DATASET normalises returns
+between those of uniform random actions and of the expert. "evaluate.specification='G[0,8](abs(cube_y) < 0.4)'" (both
+quotes) measures the episodes by a formula of signal temporal logic. workers.count=N plays batches of world.batch_size
+episodes in N processes, with equal results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from robopolicy.building.planning import with_planning
+from robopolicy.building.planning import planner_alone, with_planning
 from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_acting
 from robopolicy.building.workers import BatchPlayers, Built, Workers, open_workers
 from robopolicy.building.worlds import build_world
@@ -58,6 +59,7 @@ from robopolicy.runs import decisive, finish, open_fresh_run, output
 from robopolicy.verbs.job import evaluation_seeds, normalised, print_evaluations, record_video
 from robopolicy.verbs.unfinished import hashes, source_of
 from robopolicy.verbs.verb import Verb
+from worldmodels.configuration import CANDIDATES
 
 VERB = Verb(
     summary="Evaluate a policy in a simulator or a world model",
@@ -159,7 +161,11 @@ def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> S
 
 
 def loaded(config: Config, path: Path, planned: bool, device: torch.device) -> Policy:
-    """Load the policy at `path` for inference; planned: with planning, if plan.model is set."""
+    """Load the policy at `path` for inference; planned: with planning, if plan.model is set, which acts alone where
+    `path` is the model.
+    """
+    if config.evaluate.policy is None and planned:
+        return planner_alone(config.plan, device)
     policy = load_acting(config.inference, path, device, config.evaluate.chunking)
     return with_planning(config.plan, policy, device) if planned else policy
 
@@ -188,12 +194,14 @@ def run(config: Config) -> int:
 def evaluated(config: Config, workers: Workers) -> int:
     """Evaluate the policies on these workers."""
     section = config.evaluate
-    if section.policy is None:
+    alone = section.policy is None and config.plan.model is not None and config.plan.kind != CANDIDATES
+    if section.policy is None and not alone:
         raise ConfigError("No policy given. Usage: robopolicy evaluate CHECKPOINT")
+    acting_path = config.plan.model if alone else section.policy
     CHUNKINGS.path(section.chunking)
     device = choose_device(config.run)
-    paths = {"base": section.base, "policy": section.policy} if section.base else {"policy": section.policy}
-    if config.plan.model is not None and section.base is None:
+    paths = {"base": section.base, "policy": acting_path} if section.base else {"policy": acting_path}
+    if config.plan.model is not None and section.base is None and not alone:
         paths = {UNPLANNED: section.policy, **paths}
     policies = {
         name: loaded(config, path, name == "policy", device) for name, path in paths.items() if path is not None
