@@ -376,6 +376,20 @@ def test_ways_of_deciding(tmp_path, prefix):
     assert f"{prefix}alternating cache 3" in result(tmp_path, "optimize", "reach_planar")["ways"]
 
 
+@pytest.mark.parametrize("prefix", ["", f"{PACKAGE}.planner:"])
+def test_a_planner(tmp_path, prefix):
+    """A planner acts in a world model, alone and with a policy that proposes."""
+    tiny = ["worldmodel.fit.steps=20", "worldmodel.transitions=200", "worldmodel.include_base=false"]
+    assert robopolicy("collect", "world=reach_planar", "collect.episodes=4", root=tmp_path) == 0
+    assert robopolicy("worldmodel", "world=reach_planar", *tiny, root=tmp_path) == 0
+    model = tmp_path / "worldmodel" / "reach_planar" / "0" / "checkpoint"
+    kind = f"{prefix}shooting" if not prefix else f"{prefix}RandomShooting"
+    plan = [f"plan.model={model}", f"plan.kind={kind}", "plan.options.samples=8", "plan.horizon=4"]
+    few = ["evaluate.episodes=4", "evaluate.videos=0"]
+    assert robopolicy("evaluate", "world=reach_planar", *plan, *few, root=tmp_path) == 0
+    assert result(tmp_path, "evaluate", "reach_planar")["policy"]["checkpoint"] == str(model)
+
+
 def test_a_tracker(tmp_path):
     settings = ["world=reach_planar", f"run.root={tmp_path}", "run.threads=1", "run.tracker=lines"]
     assert main(["collect", *settings, "collect.episodes=8"]) == 0

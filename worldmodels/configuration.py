@@ -207,7 +207,7 @@ class PlanConfig(FormerNames):
     """
     options: dict[str, Any] = field(default_factory=dict)
     """Options of other kinds than candidates, such as plan.options.samples=64."""
-    replan: int = 2
+    replan: Count = 2
     """Control steps executed between two plans, for other kinds than candidates."""
     objective: str = ""
     """Import path of a potential of imagined observations, key -> [n, ...] to [n], to increase instead of the model's
@@ -215,8 +215,8 @@ class PlanConfig(FormerNames):
     """
 
     def __post_init__(self):
-        if min(self.candidates, self.horizon, self.rollouts, self.replan) < 1 or not 0 < self.discount <= 1:
-            raise ConfigError("Planning needs candidates, horizon, rollouts and replan >= 1 and a discount in (0, 1].")
+        if min(self.candidates, self.horizon, self.rollouts) < 1 or not 0 < self.discount <= 1:
+            raise ConfigError("Planning needs candidates, horizon and rollouts >= 1 and a discount in (0, 1].")
         if self.aggregate not in AGGREGATES:
             raise ConfigError(f"aggregate={self.aggregate} is not known.{did_you_mean(self.aggregate, AGGREGATES)}")
 

@@ -114,11 +114,12 @@ class CrossEntropy:
 
     def __init__(self, samples: int = 64, rounds: int = 3, elites: int = 8, std: float = 0.5, hold: int = 2):
         _require_sizes(samples, rounds, elites, std, hold)
-        self.samples, self.rounds, self.elites = samples, rounds, elites
-        self.std, self.hold = std, hold
+        self.samples, self.rounds = samples, rounds
+        self.elites, self.std = elites, std
+        self.hold = hold
 
     def plan(self, problem: Problem) -> Tensor:
-        """Implement `Planner.plan`."""
+        """Implement `Planner.plan`: return [B, T, A]."""
         mean, std = problem.start, (self.std * problem.half).expand_as(problem.start)
         for number in range(self.rounds):
             noise = problem.held_noise(self.samples, self.hold)
@@ -154,14 +155,16 @@ class ImprovedCrossEntropy:
         _require_sizes(samples, rounds, elites, std, 1)
         if not 0 <= keep <= 1 or decay < 1 or not 0 <= momentum < 1:
             raise ConfigError(f"plan.options: keep={keep}, decay={decay} and momentum={momentum} are out of range.")
-        self.samples, self.rounds, self.elites, self.std = samples, rounds, elites, std
-        self.colour, self.kept, self.decay, self.momentum = colour, int(keep * elites), decay, momentum
+        self.samples, self.rounds = samples, rounds
+        self.elites, self.std = elites, std
+        self.colour, self.num_kept = colour, int(keep * elites)
+        self.decay, self.momentum = decay, momentum
         self._elites = torch.zeros(0)
 
     def plan(self, problem: Problem) -> Tensor:
-        """Implement `Planner.plan`."""
+        """Implement `Planner.plan`: return [B, T, A]."""
         mean, std = problem.start, (self.std * problem.half).expand_as(problem.start)
-        kept = self._shifted(problem)
+        kept_elites = self._shifted(problem)
         best, best_score = mean, torch.full(problem.fresh.shape, -torch.inf, device=mean.device)
         for number in range(self.rounds):
             count = max(int(self.samples * self.decay**-number), 2 * self.elites)
@@ -171,22 +174,22 @@ class ImprovedCrossEntropy:
                 sequences = torch.cat([sequences, problem.proposals], 1)
             if number == self.rounds - 1:
                 sequences[:, 0] = mean
-            sequences = torch.cat([sequences, kept], 1)
+            sequences = torch.cat([sequences, kept_elites], 1)
             elites, scores = best_sequences(sequences, problem.score(sequences), self.elites)
             better = scores[:, 0] > best_score
             best = torch.where(better[:, None, None], elites[:, 0], best)
             best_score = torch.where(better, scores[:, 0], best_score)
             mean = self.momentum * mean + (1 - self.momentum) * elites.mean(1)
             std = self.momentum * std + (1 - self.momentum) * elites.std(1, correction=0)
-            kept = elites[:, : self.kept]
-        self._elites = kept
+            kept_elites = elites[:, : self.num_kept]
+        self._elites = kept_elites
         return best
 
     def _shifted(self, problem: Problem) -> Tensor:
         """Return the elites of the previous plan [B, K, T, A], moved on by the executed steps; in rows without one, its
         start.
         """
-        start = problem.start[:, None].expand(-1, self.kept, -1, -1)
+        start = problem.start[:, None].expand(-1, self.num_kept, -1, -1)
         if self._elites.shape != start.shape:
             return start
         return torch.where(problem.fresh[:, None, None, None], start, shifted(self._elites, problem.replan, 2))
@@ -203,11 +206,12 @@ class PathIntegral:
         _require_sizes(samples, rounds, 1, std, hold)
         if not temperature > 0:
             raise ConfigError(f"plan.options: temperature={temperature} must be more than 0.")
-        self.samples, self.rounds, self.std, self.hold = samples, rounds, std, hold
+        self.samples, self.rounds = samples, rounds
+        self.std, self.hold = std, hold
         self.temperature = temperature
 
     def plan(self, problem: Problem) -> Tensor:
-        """Implement `Planner.plan`."""
+        """Implement `Planner.plan`: return [B, T, A]."""
         mean = problem.start
         for number in range(self.rounds):
             noise = problem.held_noise(self.samples, self.hold)
@@ -234,7 +238,7 @@ def path_weights(scores: Tensor, temperature: float) -> Tensor:
 
 
 def shifted(sequences: Tensor, steps: int, axis: int) -> Tensor:
-    """Return sequences without their first `steps` along the axis of time, the last step repeated at the end."""
+    """Return sequences [..., T, A] without their first `steps` along `axis`, that of T; the last is repeated."""
     length = sequences.shape[axis]
     index = torch.arange(length, device=sequences.device).add(steps).clamp_max(length - 1)
     return sequences.index_select(axis, index)
@@ -256,8 +260,8 @@ def imagined_returns(
         else:
             potential = objective(step.observation).double().cpu()
             reward, before = torch.zeros_like(potential) if before is None else potential - before, potential
-        paid = reward + config.uncertainty * step.uncertainty.double().cpu()
-        total += torch.where(running, config.discount**number * paid, 0.0)
+        reward += config.uncertainty * step.uncertainty.double().cpu()
+        total += torch.where(running, config.discount**number * reward, 0.0)
         running &= ~step.terminated.cpu()
         if not running.any():
             break
@@ -299,7 +303,8 @@ class ModelPredictivePolicy(nn.Module):
     @property
     def spec(self) -> PolicySpec:
         """Spec of the policy plus the model's inputs; without a policy, the model's."""
-        fields, world, horizon = fields_read(self.model), self.model.spec, self.config.horizon
+        fields, world = fields_read(self.model), self.model.spec
+        horizon = self.config.horizon
         if self.policy is None:
             return PolicySpec(
                 dict(fields), world.action, 1, self.replan, horizon, 0, float(world.fps), world.instructions
@@ -323,8 +328,11 @@ class ModelPredictivePolicy(nn.Module):
         Raises ConfigError when the observation lacks a field that the model reads.
         """
         fields = fields_read(self.model)
-        if missing := [key for key in fields if key not in observation]:
-            raise ConfigError(f"The observation lacks {', '.join(missing)}, which the planning world model reads.")
+        missing_fields = [key for key in fields if key not in observation]
+        if missing_fields:
+            raise ConfigError(
+                f"The observation lacks {', '.join(missing_fields)}, which the planning world model reads."
+            )
         frames = {key: value.cpu().numpy() for key in fields if isinstance(value := observation[key], Tensor)}
         rows = len(next(iter(frames.values())))
         shape = rows, self.config.horizon, len(self.low)
@@ -334,11 +342,11 @@ class ModelPredictivePolicy(nn.Module):
         start = torch.where(self._fresh[:, None, None], middle, shifted(self._plan, self.replan, 1))
         task = np.array(observation[TASK]) if TASK in observation else None
         seeds = integers(2**62, (rows,), generator).cpu().numpy()
-        begun = self.model.initial(Context(frames, task), seeds)
+        first_latent = self.model.initial(Context(frames, task), seeds)
 
         def score(sequences: Tensor) -> Tensor:
             count = sequences.shape[1]
-            latent = {name: value.repeat_interleave(count, 0) for name, value in begun.items()}
+            latent = {name: value.repeat_interleave(count, 0) for name, value in first_latent.items()}
             returns = imagined_returns(self.model, latent, sequences.flatten(0, 1), self.config, self.objective)
             return returns.reshape(rows, count)
 

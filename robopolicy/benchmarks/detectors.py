@@ -74,7 +74,7 @@ def _line(name: str, seeds: Sequence[Mapping[str, Any]]) -> list[str]:
         for time in seeds[0]["auroc"]
     ]
     equal = [each["equal_false_alarms"] for each in seeds]
-    detected, false, there = (
+    detection, false_alarms, equal_detection = (
         percent(_sum(part))
         for part in (
             [each["detected"] for each in seeds],
@@ -82,16 +82,17 @@ def _line(name: str, seeds: Sequence[Mapping[str, Any]]) -> list[str]:
             [each["detected"] for each in equal],
         )
     )
-    return [name, *areas, detected, false, _seconds(seeds, "lead_seconds"), there, _seconds(equal, "lead_seconds")]
+    leads = _seconds(seeds, "lead_seconds"), _seconds(equal, "lead_seconds")
+    return [name, *areas, detection, false_alarms, leads[0], equal_detection, leads[1]]
 
 
 def _fault_line(fault: str, names: Sequence[str], seeds: Sequence[Mapping[str, Any]]) -> list[str]:
     success = percent(_sum([each[names[0]]["success"] for each in seeds]))
     cells = []
     for name in names:
-        found = [each[name] for each in seeds]
-        detected = _sum([each["detected"] for each in found])
-        cells.append(f"{detected['count']} of {detected['total']}, {_seconds(found, 'delay_seconds')}")
+        scores = [each[name] for each in seeds]
+        rate = _sum([each["detected"] for each in scores])
+        cells.append(f"{rate['count']} of {rate['total']}, {_seconds(scores, 'delay_seconds')}")
     return [fault, success, *cells]
 
 

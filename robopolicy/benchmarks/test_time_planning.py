@@ -1,7 +1,7 @@
 """Planning in a world model at test time, without further training: the same policy with and without it.
 
 Policies and models share no data: a model is trained on recordings of its own seed. Of several candidates, each
-imagined for some steps, the policy executes the one with the best predicted return.
+imagined for some steps, the policy executes the one with the best predicted return; or actions are optimised (CEM).
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,9 @@ FIRST_SEED = 100
 PLANS = {
     "8 candidates": (),
     "32 candidates": ("plan.candidates=32",),
+    "CEM": ("plan.kind=cem", "plan.horizon=16"),
 }
-"""Arm -> what it changes about planning."""
+"""Arm -> what it changes about planning. CEM has the policy's chunk among its samples."""
 
 MODEL = Changes(("worldmodel.kind=ensemble",), {"pick_place": ("worldmodel.fit.steps=12000",)})
 
