@@ -200,25 +200,38 @@ ARMS = {**EQUAL_FRAMES, **FLEETS}
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return for every task a table of the arms with equal frames, and one of the fleet's rounds."""
+    """Return for every task a table of the arms with equal frames, and one of the fleet's rounds, of the seeds measured
+    with all arms of the table that were measured at all.
+    """
     result: list[Table] = []
     for task, seeds in figures["tasks"].items():
-        rows = list(seeds.values())
-        arms = [arm for arm in ARMS if all(arm in row for row in rows)]
-        seeds_text = "one seed" if len(rows) == 1 else f"mean over {len(rows)} seeds (range)"
-        base = ["base", *rates_texts([row["base"] for row in rows])]
-        lines = [_equal_line(arm, [row[arm] for row in rows]) for arm in EQUAL_FRAMES if arm in arms]
-        if lines:
-            header = ["continues with", *RATES, "points above the base, each seed [95 %]"]
-            header += ["operators' steps", "of these recovering", "takeovers"]
-            title = f"{task}, equally many steps of operators: {seeds_text}, {base_episodes(rows)} paired episodes"
-            result.append(Table(title, header, [[*base, "", "", "", ""], *lines]))
-        lines = [line for arm in FLEETS if arm in arms for line in _fleet_lines(arm, [row[arm] for row in rows])]
-        if lines:
-            header = ["who calls an operator", "round", *RATES, "interventions an episode", "success of the recorded"]
-            title = f"{task}, eight robots, round by round: {seeds_text}, {base_episodes(rows)} paired episodes"
-            result.append(Table(title, header, [[base[0], "", *base[1:], "", ""], *lines]))
+        for arms, table in ((EQUAL_FRAMES, _equal_table), (FLEETS, _fleet_table)):
+            measured = [arm for arm in arms if any(arm in row for row in seeds.values())]
+            rows = [row for row in seeds.values() if all(arm in row for arm in measured)]
+            if measured and rows:
+                result.append(table(task, rows, measured))
     return result
+
+
+def _equal_table(task: str, rows: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> Table:
+    base = ["base", *rates_texts([row["base"] for row in rows]), "", "", "", ""]
+    header = ["continues with", *RATES, "points above the base, each seed [95 %]"]
+    header += ["operators' steps", "of these recovering", "takeovers"]
+    title = f"{task}, equally many steps of operators: {seeds_text(rows)}"
+    return Table(title, header, [base, *(_equal_line(arm, [row[arm] for row in rows]) for arm in arms)])
+
+
+def _fleet_table(task: str, rows: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> Table:
+    base = ["base", "", *rates_texts([row["base"] for row in rows]), "", ""]
+    lines = [line for arm in arms for line in _fleet_lines(arm, [row[arm] for row in rows])]
+    header = ["who calls an operator", "round", *RATES, "interventions an episode", "success of the recorded"]
+    return Table(f"{task}, eight robots, round by round: {seeds_text(rows)}", header, [base, *lines])
+
+
+def seeds_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the number of seeds and of episodes of an evaluation."""
+    seeds = "one seed" if len(rows) == 1 else f"mean over {len(rows)} seeds (range)"
+    return f"{seeds}, {rows[0]['base']['deterministic']['episodes']} paired episodes"
 
 
 RATES = "success", "each seed [Wilson 95 %]", "with noise"
@@ -229,11 +242,6 @@ def rates_texts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     plain = [row["deterministic"] for row in rows]
     noisy = spread_text(row["stochastic"]["success_rate"] for row in rows)
     return [spread_text(each["success_rate"] for each in plain), ", ".join(map(rate_text, plain)), noisy]
-
-
-def base_episodes(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of episodes of an evaluation."""
-    return int(rows[0]["base"]["deterministic"]["episodes"])
 
 
 def _equal_line(arm: str, seeds: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[str]:
