@@ -141,6 +141,10 @@ class LatentEnsembleConfig(FormerNames):
     """Number of training steps per step of the ensemble of a readout of the recorded vectors that the encoder does not
     read, so that experts and policies of states act in the model; 0 for none.
     """
+    drawing_step_ratio: NonNegative = 0.0
+    """Number of training steps per step of the ensemble of a network that draws frames from imagined latents, so that
+    policies of pixels act in the model; 0 for none.
+    """
     ensemble: EnsembleConfig = field(default_factory=lambda: EnsembleConfig(rollout_step_ratio=0.4))
     """Settings of the ensemble that predicts the features."""
 

@@ -9,7 +9,7 @@ real world through the encoder (`DecoderFree`). Deviation from models whose late
 encoder is trained first and stays fixed when training continues, because policies depend on it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import success_bonus
+from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, Field, WorldSpec
 from robopolicy.core.structured import to_plain
 from robopolicy.core.vectors import StateVector
@@ -41,12 +42,19 @@ from worldmodels.data import (
 )
 from worldmodels.encoding import encode_episodes, with_fields
 from worldmodels.ensemble import EnsembleModel
+from worldmodels.images.drawing import FrameDrawing
 from worldmodels.images.model import DividedStage, PartStage
 from worldmodels.images.networks import ImageDecoder
 from worldmodels.protocol import LATENT, Context, Imagined, Latent
 from worldmodels.readout import BEFORE, FIXED, StateReadout
 from worldmodels.registry import saved_configuration
 from worldmodels.rollouts import RolloutStage
+
+FIRST = "first"
+"""Entries of a latent from which frames can be drawn: its first state [B, S] and, by `first/KEY`, first frames."""
+
+DRAWN_STEPS = 20
+"""Largest number of imagined steps after which a network that draws frames is trained."""
 
 PART = 512
 """Number of frames encoded at a time."""
@@ -138,6 +146,8 @@ class LatentEnsembleModel(nn.Module):
         latent_spec = replace(spec, observation={LATENT: latent}, history=1)
         self.ensemble = EnsembleModel(config.ensemble, latent_spec, structure, success_bonus, seed)
         self.readout = readout
+        size = latent.size
+        self.drawing = FrameDrawing(images, size, seed) if config.drawing_step_ratio else None
         self._learns_encoder = False
         self._encoded: tuple[Episodes, Mapping[str, Tensor], Episodes] | None = None
 
@@ -191,7 +201,7 @@ class LatentEnsembleModel(nn.Module):
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """The encoder is trained first, unless it was copied or is already trained; then, on its latents, the readout,
-        if there is one, and the ensemble: on single steps, and through its own predictions.
+        if there is one, and the ensemble: on single steps, and through its own predictions; then what draws frames.
         """
         stages: dict[str, tuple[Regression, float]] = {}
         if self._learns_encoder:
@@ -203,6 +213,9 @@ class LatentEnsembleModel(nn.Module):
         stages["ensemble"] = DividedStage(self.ensemble, self.latent_batches, self.ensemble.loss), 1.0
         if ratio := self.config.ensemble.rollout_step_ratio:
             stages["rollouts"] = LatentRollouts(self), ratio
+        if self.drawing is not None:  # last, of what the trained ensemble imagines
+            drawing = PartStage(self.drawing, self.drawing_batches, self.drawing.losses)
+            stages["drawing"] = drawing, self.config.drawing_step_ratio
         return stages
 
     def frame_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
@@ -229,6 +242,34 @@ class LatentEnsembleModel(nn.Module):
         """Yield batches for `StateReadout.loss` indefinitely; the only state is `generator`."""
         assert self.readout is not None
         yield from self.readout.batches(with_fields(self.latents(episodes), episodes, self.readout.fields), generator)
+
+    def drawing_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
+        """Yield batches for `FrameDrawing.losses` indefinitely: frames [N, height, width, 3] at the beginning and after
+        up to DRAWN_STEPS recorded actions, with latents imagined under these; the only state is `generator`.
+        """
+        latents, device = self.latents(episodes), self.ensemble.state_mean.device
+        data = SequenceData(latents)
+        draw = {"generator": generator, "device": generator.device}
+        while True:
+            rows = torch.randint(len(data), (self.config.batch_size,), **draw).cpu()
+            steps = int(torch.randint(DRAWN_STEPS + 1, (), **draw))
+            cut = data.cut(rows, 0, max(1, steps))
+            seeds = torch.randint(2**31, (len(rows),), **draw).cpu().numpy()
+            first = self.ensemble.initial(Context({LATENT: cut.frames[LATENT][:, :1].numpy()}), seeds)
+            _, outcomes = self.ensemble.generate(first, cut.actions.to(device))
+            path = torch.stack([first["state"], *(outcome.observation[LATENT] for outcome in outcomes)], 1)
+            ahead = cut.valid.sum(1).clamp_max(steps)
+            present = path[torch.arange(len(rows)), ahead.to(device)]
+            begin = rows + episodes.episode_of_step[rows]
+            batch = {"latents": self._drawn_from(first["state"], present)}
+            for key in self.autoencoder.images:
+                frames = episodes.observation[key]
+                batch |= {f"first/{key}": frames[begin], f"frame/{key}": frames[begin + ahead]}
+            yield {name: value.to(device) for name, value in batch.items()}
+
+    def _drawn_from(self, first: Tensor, present: Tensor) -> Tensor:
+        """Return standardised latents [B, 2 S] of the first and the present frame, [B, S] each."""
+        return torch.cat([self.ensemble.standard("state", each) for each in (first, present)], -1)
 
     def latents(self, episodes: Episodes) -> Episodes:
         """Return `episodes` with latents as observations; those of the last episodes are kept for the next stage."""
@@ -269,7 +310,9 @@ class LatentEnsembleModel(nn.Module):
             "config": to_plain(replace(self.config, encoder=None)),
             "success_bonus": self.success_bonus,
             "reads": {key: field.to_json() for key, field in self.reads.items()},
-            "readable": {key: field.to_json() for key, field in self.readable.items()},
+            "readable": {}
+            if self.readout is None
+            else {key: field.to_json() for key, field in self.readout.fields.items()},
         }
 
     @classmethod
@@ -305,10 +348,12 @@ class LatentEnsembleModel(nn.Module):
             parts.insert(0, torch.from_numpy(vectors).to(device))
         features = torch.cat(parts, -1)[:, None].cpu().numpy()
         latent = self.ensemble.initial(Context({LATENT: features}), seeds)
-        if self.readout is None:
-            return latent
         state = latent["state"]
-        return {**latent, BEFORE: state, FIXED: self.readout.fixed_in(state)}
+        if self.readout is not None:
+            latent |= {BEFORE: state, FIXED: self.readout.fixed_in(state)}
+        if self.drawing is not None:
+            latent |= {FIRST: state, **{f"{FIRST}/{key}": value.to(device) for key, value in frames.items()}}
+        return latent
 
     def show(self, latent: Latent) -> Mapping[str, Tensor]:
         """Return the latent as the only observation field, [B, S]."""
@@ -327,13 +372,23 @@ class LatentEnsembleModel(nn.Module):
 
     @property
     def readable(self) -> Mapping[str, Field]:
-        """Vector fields of the imitated world that `read` returns; see `HasReadout`."""
-        return {} if self.readout is None else self.readout.fields
+        """Fields of the imitated world that `read` returns; see `HasReadout`."""
+        vectors = self.vector.fields if self.readout is None else self.readout.fields
+        images = {} if self.drawing is None else self.drawing.images
+        return {**vectors, **images} if self.readout is not None or images else {}
 
     @torch.no_grad()
-    def read(self, latent: Latent) -> Mapping[str, Tensor]:
-        """Return the fields `readable` of latents, key -> [B, *shape]; see `HasReadout`."""
-        return {} if self.readout is None else self.readout.read(latent["state"], latent[BEFORE], latent[FIXED])
+    def read(self, latent: Latent, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return the fields `keys` of latents, key -> [B, *shape]; see `HasReadout`."""
+        state = latent["state"]
+        fields: dict[str, Tensor] = dict(self.vector.unpack(state[:, : self.vector.size]))
+        if self.readout is not None and not set(keys) <= set(self.reads):
+            fields |= self.readout.read(state, latent[BEFORE], latent[FIXED])
+        if self.drawing is not None:
+            latents = self._drawn_from(latent[FIRST], state)
+            for key in set(keys) & set(self.drawing.images):
+                fields[key] = self.drawing.draw(key, latent[f"{FIRST}/{key}"], latents)
+        return {key: fields[key] for key in keys}
 
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
         """Advance every row by one control step with actions [B, A]; see `EnsembleModel.imagine`."""
@@ -343,10 +398,10 @@ class LatentEnsembleModel(nn.Module):
     def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
         """Advance every row by T steps with actions [B, T, A]; see `EnsembleModel.generate`."""
         after, outcomes = self.ensemble.generate(latent, actions)
-        if self.readout is None:
-            return after, outcomes
-        before = outcomes[-2].observation[LATENT] if len(outcomes) > 1 else latent["state"]
-        return {**after, BEFORE: before, FIXED: latent[FIXED]}, outcomes
+        if self.readout is not None:
+            after[BEFORE] = outcomes[-2].observation[LATENT] if len(outcomes) > 1 else latent["state"]
+        # What was read or seen once stays.
+        return {**after, **{name: value for name, value in latent.items() if name not in after}}, outcomes
 
 
 class LatentRollouts(RolloutStage):

@@ -8,7 +8,7 @@ never change within an episode (goals) are read once, off its first frame; what 
 computed from them. Nothing else of the model learns from these labels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, Self, runtime_checkable
 
@@ -49,8 +49,8 @@ class HasReadout(DecoderFree, Protocol):
         """Fields of the imitated world that `read` returns, by key; {} if there is no readout."""
         ...
 
-    def read(self, latent: Latent) -> Mapping[str, Tensor]:
-        """Return the fields `readable` of latents, key -> [B, *shape], without gradient."""
+    def read(self, latent: Latent, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return the fields `keys` of latents, some of `readable`, key -> [B, *shape], without gradient."""
         ...
 
 
@@ -185,7 +185,8 @@ class ReadableModel:
 
     def show(self, latent: Latent) -> Mapping[str, Tensor]:
         """Return the fields of `spec`, key -> [B, *shape]."""
-        values = {**self.inner.show(latent), **self.inner.read(latent)}
+        latents = self.inner.show(latent)
+        values = {**latents, **self.inner.read(latent, [key for key in self.spec.observation if key not in latents])}
         return {key: values[key] for key in self.spec.observation}
 
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:

@@ -20,7 +20,7 @@ from robopolicy.core.origin import remember_folder
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import derive_seed
 from robopolicy.core.registry import is_dotted
-from robopolicy.core.spec import WorldSpec, image_sizes_of
+from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec, image_sizes_of
 from robopolicy.core.structured import narrowed, to_plain
 from robopolicy.core.world import World
 from robopolicy.data.formats.format import what_it_is
@@ -205,7 +205,8 @@ def model_for(policy: Policy | None, model: WorldModel, also: Sequence[str] = ()
     if not isinstance(model, HasReadout) or not model.readable:
         return model
     if policy is None:
-        return ReadableModel(model, (*model.spec.observation, *model.readable))
+        vectors = [key for key in model.readable if not key.startswith(IMAGE_PREFIX)]
+        return ReadableModel(model, (*model.spec.observation, *vectors))
     latent_keys = tuple(model.spec.observation)
     behind = isinstance(policy, EncodesForPolicy) and reads_latent_of(policy, model)
     keys = latent_keys if behind else tuple(policy.spec.observation)

@@ -29,7 +29,7 @@ RARE = {
     "JointConfig": "heads policy_fraction aggregate",
     "TokenConfig": "frequencies decode_steps heads feed_forward prompt lora_alpha entropy_temperature",
     "EnsembleConfig": "head_width success sample beta positive_fraction rollout_step_ratio rollout_steps",
-    "LatentEnsembleConfig": "encoder_step_ratio",
+    "LatentEnsembleConfig": "encoder_step_ratio readout_step_ratio drawing_step_ratio",
     "RssmConfig": "deter blocks hidden stochastic classes channels reward_scale observed_fraction sample",
     "PixelDiffusionConfig": "grid channels layers context_noise change_threshold",
     "VideoConfig": "channels latent patch width heads recent stride view_batch_size motion_weight kl_weight"

@@ -146,18 +146,23 @@ def open_loop(
 
 
 def readable_fields(model: LearnedModel, episodes: Episodes) -> tuple[str, ...]:
-    """Return the keys of the recorded vectors that a model reads off its latent, beyond those that it is given."""
+    """Return the keys of the recorded fields that a model reads off its latent or draws; vectors that it is given are
+    none.
+    """
     if not isinstance(model, HasReadout):
         return ()
-    return tuple(key for key in model.readable if key not in model.reads and key in episodes.observation)
+    return tuple(
+        key
+        for key in model.readable
+        if (key not in model.reads or key.startswith(IMAGE_PREFIX)) and key in episodes.observation
+    )
 
 
 def _read(model: LearnedModel, latent: Latent, keys: Sequence[str]) -> dict[str, Tensor]:
     """Return the fields `keys` of latents, key -> [B, *shape]."""
     if not keys or not isinstance(model, HasReadout):
         return {}
-    fields = model.read(latent)
-    return {key: fields[key] for key in keys}
+    return dict(model.read(latent, keys))
 
 
 def _scores(predicted: Mapping[str, Tensor], episodes: Episodes, frames: Tensor, alive: Tensor) -> dict[str, float]:
