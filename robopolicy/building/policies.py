@@ -216,6 +216,22 @@ def model_for(policy: Policy | None, model: WorldModel, also: Sequence[str] = ()
     return model if set(keys) <= set(latent_keys) else ReadableModel(model, keys)
 
 
+def require_readable(policy: Policy | None, model: WorldModel) -> None:
+    """Raise ConfigError when `policy` reads what a model of latents neither outputs nor can read off its latent, with
+    the setting with which it could.
+    """
+    if policy is None or isinstance(policy, EncodesForPolicy) or not isinstance(model, HasReadout):
+        return
+    missing_keys = [key for key in policy.spec.observation if key not in (*model.readable, *model.spec.observation)]
+    if missing_keys:
+        ratio = "drawing" if any(key.startswith(IMAGE_PREFIX) for key in missing_keys) else "readout"
+        raise ConfigError(
+            f"The policy reads {', '.join(missing_keys)}, but the world model of '{model.spec.name}' outputs only its "
+            f"latent, off which that cannot be read: train the model with worldmodel.config.{ratio}_step_ratio=1 on "
+            "data that contains it, or use a policy trained on the latent (train.encoder)."
+        )
+
+
 def new_policy(config: Config, episodes: Episodes, device: torch.device | str = "cpu") -> Trainable:
     """Build the configured policy with fields and normalisers from `episodes`; run.seed determines its weights."""
     spec = WorldSpec(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from robopolicy.building.planning import load_imagining
-from robopolicy.building.policies import adapt_policy_to_world, model_for
+from robopolicy.building.policies import adapt_policy_to_world, model_for, require_readable
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.learn import CRITIC_DEPTH, FinetuneSection
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
@@ -341,6 +341,7 @@ def _imagined_world(
         start_steps = keyframes(episodes) if imagination.initial_states == "keyframes" else None
         starts = recorded_starts(episodes, model.context, start_steps)
     criterion = state_criterion(section, model) if imagination.success == "state" else None
+    require_readable(policy, model)
     world = ImaginedWorld(
         model_for(policy, model, () if criterion is None else criterion.keys),
         starts,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from dot_world import IMAGE, SPEC, recorded
 
-from robopolicy.building.policies import adapt_policy_to_world, model_for
+from robopolicy.building.policies import adapt_policy_to_world, model_for, require_readable
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, require_fit
@@ -174,6 +174,10 @@ def test_policies_of_the_latent_read_it_and_of_pixels_are_refused(learned):
         assert adapt_policy_to_world(dot_world.imagined_world(model, 2), EncodedPolicy(inside, learned)) is inside
         with pytest.raises(ConfigError, match="latent of another model"):
             adapt_policy_to_world(dot_world.imagined_world(model, 2), stranger)
+    require_readable(inside, learned)
+    require_readable(policy_of(STATE, ENVIRONMENT_STATE), learned)
+    with pytest.raises(ConfigError, match=r"reads observation\.images\.top, but .*drawing_step_ratio=1"):
+        require_readable(of_pixels, learned)
     with pytest.raises(SpecError):
         require_fit(of_pixels.spec, model_for(of_pixels, learned).spec)
 

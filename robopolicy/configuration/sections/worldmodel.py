@@ -27,8 +27,9 @@ class WorldModelSection(Tagged):
     }
 
     kind: str = "ensemble"
-    """World model: ensemble and rssm (states, train in minutes), latent_ensemble (images, with features for policies:
-    train.encoder), pixel_diffusion (next frame of one camera), video (all cameras, long horizon), or a custom one.
+    """World model: ensemble and rssm (states, train in minutes), latent_ensemble (the first choice for images; policies
+    may read its features, train.encoder), pixel_diffusion (next frame of one camera), video (all cameras, long
+    horizon), or a custom one.
     """
     config: Any = field(default_factory=EnsembleConfig)
     data: tuple[Path, ...] = ()
