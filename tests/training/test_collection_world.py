@@ -4,13 +4,18 @@ import dataclasses
 
 import numpy as np
 import pytest
+from seeing_toys import SeeingWorld, denoising_policy
 from tiny_runs import TINY
 
 from robopolicy.building.worlds import build_world, collection_world
 from robopolicy.cli import main
 from robopolicy.configuration import compose
+from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.world import Snapshots
+from robopolicy.rl.critic import state_critic
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import finetune
 
 COARSE = "finetune.world_options.substeps=5"
 
@@ -52,3 +57,28 @@ def test_a_run_collects_with_the_options_and_evaluates_without(root):
     evaluated = [{key: value for key, value in each.items() if not key.startswith("seconds")} for each in base]
     assert evaluated[0] == evaluated[1]
     assert first[0]["reward_per_decision"] != first[1]["reward_per_decision"]
+
+
+class SeedsWorld(SeeingWorld):
+    """Remembers the seeds that it was reset with."""
+
+    def __init__(self, batch_size: int):
+        super().__init__(batch_size)
+        self.seeds: set[int] = set()
+
+    def reset(self, rows=None, seeds=None, options=None):
+        self.seeds |= set(np.asarray(seeds).tolist())
+        return super().reset(rows, seeds, options)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_episodes_do_not_begin_where_demonstrations_of_the_same_seed_began(algorithm):
+    """`collect` records from episode_seeds(seed, "collect/0"); a policy that imitated them is better there."""
+    world = SeedsWorld(6)
+    policy = denoising_policy(world)
+    policy.prepare_finetuning()
+    critic = state_critic(world.spec.observation, 1, width=8, instructions=world.spec.instructions)
+    sizes = {"iterations": 2, "rollout_length": 4, "groups": 2, "group_size": 3, "epochs": 1, "evaluate_every": 0}
+    finetune(policy, critic, world, FinetuneConfig(algorithm=algorithm, **sizes), seed=4)
+    recorded = {seed for number in range(3) for seed in episode_seeds(4, f"collect/{number}", 1000).tolist()}
+    assert world.seeds and not world.seeds & recorded

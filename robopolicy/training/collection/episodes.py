@@ -288,7 +288,7 @@ class EpisodeCollector:
         """Return seeds [n] and indices [n] of the initial states to play; n = count unless the pool is smaller."""
         config = self.config
         if not config.num_initial_states:
-            return episode_seeds(self.seed, f"collect/{batch}", count), np.arange(count)
+            return episode_seeds(self.seed, f"finetune/{batch}", count), np.arange(count)
         draws = np.random.default_rng(derive_seed(self.seed, f"starts/{batch}"))
         starts = self.sampler.propose(count, config.num_initial_states, draws)
         return start_pool(self.seed, config.num_initial_states)[0][starts], starts
@@ -458,7 +458,7 @@ class StreamCollector:
         """Return the next chunks; when streams restart, the batch number determines their seeds."""
         with while_collecting(number):
             if self.streams is None:
-                self.streams = start_streams(self.world, self.acts, self.seed, f"collect/{number}")
+                self.streams = start_streams(self.world, self.acts, self.seed, f"finetune/{number}")
             arguments = self.world, self.acts, self.rollout_length, self.generator, self.streams
             rollouts = play(*arguments, version=version, images=self.images)
             return with_executed(rollouts, self.policy, self.world.spec.instructions)

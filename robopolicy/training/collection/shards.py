@@ -99,7 +99,7 @@ class ShardPlayer:
         if state:
             streams = self._resumed(item["seed"], state)
         else:
-            streams = start_streams(self.world, self.acts, item["seed"], f"collect/{item['number']}/{item['shard']}")
+            streams = start_streams(self.world, self.acts, item["seed"], f"finetune/{item['number']}/{item['shard']}")
             self._has_started = True
         version, draws = item["version"], self._generator(item)
         rollouts = play(self.world, self.acts, item["length"], draws, streams, version=version, images=item["images"])
