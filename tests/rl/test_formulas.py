@@ -177,6 +177,17 @@ def test_risk_po_leaves_out_what_is_beyond_the_smallest_group_of_a_bundle():
     assert advantage[2] == 0 and bool((advantage[[0, 1, 3, 4]] < 0).all())
 
 
+def test_a_bundle_of_equal_sums_has_no_deviation_to_divide_by():
+    """Two groups that fail altogether: divided by 1e-6, their advantage would be -400,000 instead of -0.4."""
+    rollouts = make_rollouts([1] * 4, [0, 0, 1, 1], [0.0] * 4, steps=1)
+    memory = {"risk_po": [0.0, 0.6]}
+    scaled, plain = (
+        experimental_advantages.risk_po(rollouts, replace(CONTEXT, memory=dict(memory)), bundle=2, scale=scale)[:, 0]
+        for scale in (True, False)
+    )
+    assert scaled.tolist() == plain.tolist() == pytest.approx([-0.4] * 4)
+
+
 @pytest.mark.checks("advantage/sas")
 def test_sas_judges_groups_by_what_came_of_the_same_start_before():
     context = replace(CONTEXT, memory={})

@@ -107,7 +107,8 @@ def risk_po(
         X = sum of the returns of the j-th episodes of `bundle` groups,   A = (range + tail * worst) / (1 + tail)
         range = [(X - q_low)+ - (X - q_high)+ + q_low - q_high] / (high - low),   worst = -(q_low - X)+ / low
 
-    A, divided by the bundle's standard deviation if `scale`, applies to all episodes that X sums. The quantiles of X at
+    A, divided by the bundle's standard deviation if `scale`, applies to all episodes that X sums; a bundle of equal
+    sums has no deviation, and its A is not divided, since it is not centred as GRPO's is. The quantiles of X at
     the levels low and high, in (0, 1), are tracked over the run, starting from those of the first batch. The update is
     stochastic approximation, q += rate (level - fraction of X < q). Remaining groups form a smaller bundle; episodes
     beyond the size of a bundle's smallest group get 0. Returns A [B, T], constant over an episode and never positive.
@@ -133,8 +134,8 @@ def risk_po(
     value = (middle / (high - low) - tail * (q_low - score).clamp(min=0) / low) / (1 + tail)
     if scale:
         spread = bundles.std(score, first, unbiased=True)
-        has_several = bundles.size(first) > 1
-        value = value / (torch.where(has_several, spread, 1.0)[bundles.index] + 1e-6)
+        varied = (bundles.size(first) > 1) & (spread > 1e-6)
+        value = value / torch.where(varied, spread, 1.0)[bundles.index]
     return broadcast(torch.where(used_mask, value, 0.0), rollouts)
 
 
