@@ -41,7 +41,7 @@ WORLDS = 32
 """Rows of the simulators that record."""
 
 MODEL = "model"
-ABLATIONS: dict[str, dict[str, Any]] = {"no memory": {"memory": 0}, "no bootstrapping": {"bootstrap": 0.0}}
+ABLATIONS: dict[str, dict[str, Any]] = {"no memory": {"memory": 0}, "no bootstrapping": {"bootstrap_fraction": 0.0}}
 """Name -> what it changes about the model."""
 
 
