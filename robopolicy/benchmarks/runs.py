@@ -34,6 +34,21 @@ TOKEN = (
     "train.fit.learning_rate=1e-3",
 )
 
+COARSE = ("policy.token.bins=7", "policy.token.width=64", "policy.token.depth=2", "policy.token.feed_forward=128")
+"""Of a token policy with few bins and a small model: it explores more, and learns within a dozen iterations."""
+
+DENOISING = (
+    "policy.kind=diffusion",
+    "policy.prediction_steps=4",
+    "policy.sampling_steps=5",
+    "policy.min_sampling_std=0.3",
+    "policy.min_logprob_std=0.3",
+    "train.batch_size=256",
+    "train.fit.learning_rate=1e-3",
+    "train.fit.steps=3000",
+)
+"""The denoising policy of push_cube, for tasks whose recipe has another."""
+
 
 @dataclass(frozen=True)
 class Changes:
@@ -122,10 +137,17 @@ BASES = {
     "hidden_words": Changes(("policy.word_dropout=0.1",)),
     "novice": Changes(("train.fit.steps=60",)),
     "token_novice": Changes((*TOKEN, "train.fit.steps=150")),
+    "small_token": Changes((*TOKEN, *COARSE, "train.fit.steps=300")),
+    "small_token_novice": Changes((*TOKEN, *COARSE, "train.fit.steps=100")),
+    "coarse_token": Changes((*TOKEN, COARSE[0], "train.fit.steps=800")),
+    "matching": Changes(("policy.kind=flow", "policy.likelihood=matching")),
+    "noisy_flow": Changes(("policy.kind=flow", "policy.flow_noise=learned")),
+    "wordy": Changes((*DENOISING, "world.options.phrasing=all", "collect.episodes=400")),
 }
 """Pre-trained policies by name. few, many: how many demonstrations; novice: training stopped while success is rare.
 Token policies need more than the dozen demonstrations of pick_place. hundred_steps, ten_steps...: of denoising.
-hidden_words: words are dropped at random, so that a policy tolerates words that it never saw.
+hidden_words: words are dropped at random, so that a policy tolerates words that it never saw. coarse_token: a teacher
+with the tokens of small_token; matching: a flow that scores any action; wordy: a denoising policy of all wordings.
 """
 
 RECIPES = {

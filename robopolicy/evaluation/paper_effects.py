@@ -5,6 +5,8 @@ A figure is written as
     BENCHMARK: PATH over PATH      (a method's figure, and that of what it is compared with; higher is better)
     BENCHMARK: PATH under PATH     (lower is better)
 
+Other papers have an experiment of their own in `bench papers`, whose rule is that of `experiment_text`.
+
 A path leads through the benchmark's JSON file, keys separated by /, and * stands for every seed. At its end are success
 rates with their episodes, which are pooled over seeds, or plain numbers.
 """
@@ -17,10 +19,16 @@ from typing import Any
 from robopolicy.core.errors import DataError, did_you_mean
 from robopolicy.core.storage import resource
 from robopolicy.evaluation.wilson import rate_difference
-from robopolicy.rl.papers import UNBUILT, Paper
+from robopolicy.rl.papers import UNBUILT, Paper, papers
 
 ABLATIONS = "mechanisms"
 """Benchmark of single mechanisms, in which `Paper.check` names an ablation."""
+
+EXPERIMENTS = "papers"
+"""Benchmark of one small experiment for each paper."""
+
+SEEDS = 3
+"""Seeds of a complete experiment."""
 
 
 @cache
@@ -45,7 +53,7 @@ def effect(paper: Paper) -> str:
         method, baseline = rows[variant or list(rows)[-1]], next(iter(rows.values()))
         return difference_text(*([row["last deterministic"]] for row in (method, baseline)))
     if not paper.figure:
-        return "no figure" if paper.status not in UNBUILT else ""
+        return _experiment_of(paper) or ("no figure" if paper.status not in UNBUILT else "")
     benchmark, _, paths = paper.figure.partition(": ")
     word = "over" if " over " in paths else "under"
     figures = published(benchmark)
@@ -57,6 +65,32 @@ def effect(paper: Paper) -> str:
     else:
         text = numbers_text([_number(each) for each in method], [_number(each) for each in baseline], word)
     return f"{text} (bench {benchmark})"
+
+
+def claim_of(paper: Paper) -> str:
+    """Return the claim that the paper's experiment tests, "" if it has none."""
+    return published(EXPERIMENTS).get("experiments", {}).get(paper.id, {}).get("claim", "")
+
+
+def reversed_effects(preset: str) -> list[str]:
+    """Return one clause for each paper of an algorithm preset whose effect was measured to be reversed."""
+    of_preset = [
+        paper
+        for paper in papers()
+        if f"algorithm={preset}" in (setting.partition(".")[2] for setting in paper.settings)
+        or preset in (mechanism.partition("/")[2] for mechanism in paper.mechanisms)
+    ]
+    effects = [(paper.id, effect(paper)) for paper in of_preset]
+    return [f"{name} claims an effect that was {text}" for name, text in effects if text.startswith("reversed")]
+
+
+def _experiment_of(paper: Paper) -> str:
+    """Return the effect in the paper's own experiment, or the reason why it has none, "" if there is neither."""
+    figures = published(EXPERIMENTS)
+    row, reason = (figures.get(key, {}).get(paper.id) for key in ("experiments", "reasons"))
+    if row is not None:
+        return f"{experiment_text(row)} (bench {EXPERIMENTS})"
+    return f"not shown in a small world: {reason}" if reason else ""
 
 
 def values_at(figures: Mapping[str, Any], path: str) -> list[Any]:
@@ -92,3 +126,27 @@ def numbers_text(method: Sequence[float], baseline: Sequence[float], word: str) 
 def _number(value: Any) -> float:
     """Return a number, or the rate of a success without its number of episodes."""
     return float(value["success"] if isinstance(value, Mapping) else value)
+
+
+def experiment_text(row: Mapping[str, Any]) -> str:
+    """Return verdict and difference of a paper's experiment, with its number of seeds while there are fewer than three.
+
+    row: of assets/figures/papers.json. The difference of success rates is pooled over seeds; a seed whose difference
+    has the other sign, or an interval with 0, leaves the effect not shown.
+    """
+    seeds = list(row["seeds"].values())
+    method, baseline = ([each[part]["value"] for each in seeds] for part in ("method", "baseline"))
+    if all(each["identical"] for each in seeds):
+        return "no effect shown: both learned the same" + _seeds_text(len(seeds))
+    if isinstance(method[0], Mapping):
+        text = difference_text(method, baseline)
+        signs = [after["success_rate"] - before["success_rate"] for after, before in zip(method, baseline, strict=True)]
+        if min(signs) <= 0 <= max(signs):
+            text = f"no effect shown: {text.partition(': ')[2]}"
+    else:
+        text = f"{numbers_text(method, baseline, row['better'])} ({row['metric']})"
+    return text + _seeds_text(len(seeds))
+
+
+def _seeds_text(seeds: int) -> str:
+    return "" if seeds >= SEEDS else f" ({seeds} of {SEEDS} seeds)"

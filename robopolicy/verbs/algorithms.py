@@ -1,12 +1,13 @@
 """Lists the presets and mechanisms that fine-tuning is composed of, with one line and one source per mechanism.
 
-Mechanisms that no recipe and no benchmark uses are listed last, as built and tested but with no measured effect.
+Mechanisms that no recipe and no benchmark but `papers` uses are listed last: built and tested, with a small experiment
+at most.
 
 `robopolicy algorithms grpo` explains one entry and its options; for a preset it lists the mechanism in each slot and
 its source file. Select a preset with finetune.algorithm=NAME, replace single slots with finetune.advantage=NAME or
 finetune.credit=[NAME,NAME], and set options with finetune.options.NAME.OPTION=VALUE. `robopolicy algorithms papers`
 lists all requested papers: the code that implements each, the test that checks its mathematics, whether it is complete,
-and the effect measured by `robopolicy bench mechanisms`. A paper's name, such as BAPO or RL-100, shows its row only.
+and the measured effect, of most in `robopolicy bench papers`. A paper's name, such as BAPO or RL-100, shows its row.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, nearest
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.structured import to_plain
-from robopolicy.evaluation.paper_effects import effect
+from robopolicy.evaluation.paper_effects import claim_of, effect
 from robopolicy.rl.configuration import AlgorithmConfig, Resolved
 from robopolicy.rl.papers import HEADER, TITLES, Paper, cells, count_by_status, papers, papers_of
 from robopolicy.rl.presets import PRESETS
@@ -34,8 +35,8 @@ VERB = Verb(
 )
 
 
-UNMEASURED = "Built and tested, effect not measured"
-"""Heading above mechanisms that no recipe and no benchmark uses, and above presets that contain such mechanisms."""
+UNMEASURED = "Built and tested, effect measured in a small experiment at most"
+"""Heading above mechanisms that no recipe and no benchmark but `papers` uses, and above presets that contain them."""
 
 PAPERS = "papers"
 """Word that lists all papers when given instead of a name."""
@@ -170,6 +171,7 @@ def explain(entry: Mechanism) -> None:
     for paper in papers_of(f"{entry.slot.value}/{entry.name}"):
         lines = [f"paper {paper.id}, arXiv:{paper.arxiv}: {paper.said}"]
         lines += [f"  checked by {test}" for test in paper.tests]
+        lines += [f"  claim: {claim}"] if (claim := claim_of(paper)) else []
         lines += [f"  effect: {effect(paper)}"]
         for line in lines:
             output.print(f"  {line}", markup=False, soft_wrap=True)
@@ -187,6 +189,8 @@ def show_papers(chosen: list[Paper]) -> None:
             table.add_row(*map(escape, cells(paper, effect(paper))))
         if rows:
             output.print(table, "")
+    if len(chosen) == 1 and (claim := claim_of(chosen[0])):
+        output.print(f"Claim tested by bench papers: {claim}", markup=False)
     if len(chosen) > 1:
         output.print(f"{count_by_status('robots', 'language models')}; from other fields, {count_by_status('others')}")
 

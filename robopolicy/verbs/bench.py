@@ -10,7 +10,8 @@
 - algorithms: success against environment steps on the same tasks, base policies and seeds.
 - collection: speed and quality when collection does not wait for the longest episodes.
 - dppo: DPPO's own code (bench.dppo=CHECKOUT) next to ours: processor time per step, success after equal steps.
-- mechanisms: ten small experiments, each testing a paper's claim.
+- mechanisms: ten ablations, each testing a paper's claim.
+- papers: one small experiment for each of the other papers (bench.only=[BNPO]).
 - inference: milliseconds per policy call for every inference method, and its effect on success.
 - vla: PPO on tiny SmolVLA and pi0 models of LeRobot's classes, pre-trained by imitation.
 - full_size: policy calls per second and memory of full-size SmolVLA and pi0, compared with the estimate.
@@ -108,6 +109,7 @@ BENCHMARKS = Registry(
             "collection",
             "dppo",
             "mechanisms",
+            "papers",
             "vla",
             "full_size",
             "gpu",

@@ -31,6 +31,7 @@ from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
+from robopolicy.evaluation.paper_effects import reversed_effects
 from robopolicy.evaluation.success import compared, evaluate_policy
 from robopolicy.nn.precision import training_precision
 from robopolicy.nn.shapes import shapes_only
@@ -85,6 +86,8 @@ def tune(config: Config, workers: Workers) -> int:
     if job is None:
         return 0
     section, device = config.finetune, job.device
+    for clause in reversed_effects(section.algorithm):
+        output.print(f"finetune.algorithm={section.algorithm}: {clause}.", markup=False, soft_wrap=True)
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
     foreign = foreign_format(path)
     if foreign is not None:

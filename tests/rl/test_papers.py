@@ -9,11 +9,21 @@ from marked import marked
 from papers import FILE, README, TESTS, naming, refreshed, written
 
 from robopolicy.benchmarks.mechanisms import ABLATIONS
+from robopolicy.benchmarks.papers import COMMON, METRICS, REFERENCE, collected, last_of_each, read_experiments
+from robopolicy.benchmarks.runs import BASES, TUNED_BASES
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import DataError
+from robopolicy.core.storage import write_json
 from robopolicy.evaluation.intervals import wilson
-from robopolicy.evaluation.paper_effects import difference_text, effect, numbers_text, values_at
+from robopolicy.evaluation.paper_effects import (
+    difference_text,
+    effect,
+    experiment_text,
+    numbers_text,
+    reversed_effects,
+    values_at,
+)
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.papers import UNBUILT, Paper, count_by_status, papers
 from robopolicy.rl.registry import Slot, get_mechanism, mechanisms
@@ -158,6 +168,64 @@ def test_every_figure_of_a_paper_is_published():
         assert bool(text) == (paper.status not in UNBUILT), paper.id
         assert not (paper.figure and paper.check), f"{paper.id}: one figure"
         assert not paper.figure or f"(bench {paper.figure.partition(':')[0]})" in text, paper.id
+
+
+def test_every_experiment_is_of_a_paper_and_can_be_run():
+    experiments, reasons = read_experiments()
+    rows = {paper.id: paper for paper in ROWS}
+    assert not experiments.keys() & reasons.keys()
+    for name in (*experiments, *reasons):
+        assert rows[name].status not in UNBUILT and not rows[name].check and not rows[name].figure, name
+    for name, experiment in experiments.items():
+        assert experiment.metric in METRICS and experiment.claim.endswith("."), name
+        arms = experiment.baseline, experiment.method
+        assert len({arm.label for arm in arms}) == 2 == len(set(experiment.names)), f"{name}: arms are equal"
+        for arm in arms:
+            referenced = {match for setting in arm.settings for match in REFERENCE.findall(setting)}
+            assert {arm.base, *referenced} <= {*BASES, *TUNED_BASES, "demonstrations"}, name
+            settings = [REFERENCE.sub("PATH", setting) for setting in arm.settings]
+            compose([f"recipe={arm.task}", *COMMON, *settings]).finetune.resolved()
+
+
+def test_arms_with_equal_settings_are_one_run():
+    experiments, _ = read_experiments()
+    assert experiments["BNPO"].baseline.label == experiments["SEED-GRPO"].baseline.label
+    assert experiments["BNPO"].baseline.label != experiments["BNPO"].method.label
+    assert last_of_each(("a=1", "b=2", "a=3")) == ("a=3", "b=2")
+
+
+def run_of(successes: int, gradient: float) -> dict:
+    record = {"env_steps": 9, "success": 0.5, "gradient_norm": gradient, "kl": 0.1, "signal": 0.5}
+    both = {"success": rate(successes, 80), "noisy": rate(successes, 80), "length": 3.0, "worst_instruction": 0.1}
+    return {"settings": [], **both, "cpu_seconds": 1.0, "records": [{"iteration": 0, "env_steps": 0}, record]}
+
+
+def experiment_row(root: Path, *successes: tuple[int, int], gradients: tuple[float, float] = (1.0, 2.0)) -> dict:
+    """Return the published row of BNPO whose seeds had these successes, baseline and method."""
+    experiment = read_experiments()[0]["BNPO"]
+    for seed, counts in enumerate(successes):
+        for arm, count, gradient in zip((experiment.baseline, experiment.method), counts, gradients, strict=True):
+            write_json(root / arm.task / "runs" / arm.label / f"{seed}.json", run_of(count, gradient))
+    return collected(root, ["BNPO", "DRPO"], range(3))["experiments"]["BNPO"]
+
+
+def test_an_experiment_shows_an_effect_if_no_seed_contradicts_it(tmp_path: Path):
+    row = experiment_row(tmp_path / "a", (20, 60), (20, 60), (30, 40))
+    assert experiment_text(row).startswith("shown: +37.5 points")
+    assert row["settings"]["method"] == ["finetune.advantage=bnpo"] and row["settings"]["baseline"] == []
+    assert experiment_text(experiment_row(tmp_path / "b", (60, 20), (60, 20), (40, 30))).startswith("reversed: -37.5")
+    text = experiment_text(experiment_row(tmp_path / "c", (20, 60), (20, 60), (40, 30)))
+    assert text.startswith("no effect shown: +29.2 points"), "one seed is worse"
+    text = experiment_text(experiment_row(tmp_path / "d", (20, 60)))
+    assert text.startswith("shown: +50.0 points") and text.endswith("(1 of 3 seeds)")
+    equal = experiment_row(tmp_path / "e", (20, 20), (20, 20), (40, 40), gradients=(1.0, 1.0))
+    assert experiment_text(equal) == "no effect shown: both learned the same"
+
+
+def test_a_preset_whose_effect_is_reversed_says_so():
+    (clause,) = reversed_effects("grpo_guard")
+    assert clause.startswith("GRPO-Guard claims an effect that was reversed: -")
+    assert reversed_effects("ppo") == []
 
 
 def test_what_is_not_applicable_is_counted_apart(monkeypatch: pytest.MonkeyPatch):

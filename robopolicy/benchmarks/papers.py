@@ -1,0 +1,318 @@
+"""One small experiment for each paper: does its claim show in the smallest world where it can?
+
+papers.yaml has the experiments: a claim, the settings of a method and of the baseline that it is compared with, and the
+metric that the claim is about. All runs of a seed start from the same pre-trained policy and the same initial states;
+baselines with equal settings are run once. Every run is one file, <task>/runs/<label>/<seed>.json, so an interrupted
+benchmark resumes with what is missing.
+
+Rule, in `evaluation.paper_effects`: a success rate is "shown" (or "reversed") if the 95 % interval of the difference,
+pooled over seeds, excludes 0 and no seed contradicts it; another metric if the worst seed of one is better than the
+best of the other.
+"""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+from rich.rule import Rule
+
+from robopolicy.benchmarks.rates import rate_of, spread_text
+from robopolicy.benchmarks.runs import (
+    TUNED_BASES,
+    Variant,
+    chosen_from,
+    demonstrations,
+    pretrained,
+    recorded_for,
+    run_variant,
+    settings_of,
+)
+from robopolicy.building.guidance import load_guidance
+from robopolicy.building.policies import choose_device, load_trainable
+from robopolicy.building.worlds import build_collection_world, build_critic, build_world
+from robopolicy.configuration import Config, compose
+from robopolicy.core.policy import Policy
+from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import read_json, write_json
+from robopolicy.core.structured import narrowed
+from robopolicy.core.world import World
+from robopolicy.evaluation.paper_effects import experiment_text
+from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.rl.registry import Need
+from robopolicy.runs import output
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import finetune as learn
+from robopolicy.verbs.bench import Benchmark, Table
+from robopolicy.verbs.job import evaluation_seeds
+
+FILE = Path(__file__).with_name("papers.yaml")
+
+EPISODES = 400
+"""Evaluation episodes of a run without exploration noise, and as many with it."""
+
+COMMON = (
+    "finetune.target_success=null",
+    "finetune.evaluate_every=0",
+    "finetune.checkpoint_every=1000",
+    "finetune.world_options.substeps=5",
+)
+"""Settings of every run: the policy after the last iteration counts, not the best one on the way; cheap physics."""
+
+REFERENCE = re.compile(r"<([\w ]+)>")
+"""In settings, <demonstrations> is the base's dataset and <NAME> the checkpoint of the base policy NAME."""
+
+
+def mean_of(name: str) -> Callable[[Mapping[str, Any]], float]:
+    """Return a function of a run: the mean of a metric over the iterations that record it, 0 if none does."""
+
+    def mean(run: Mapping[str, Any]) -> float:
+        values = [record[name] for record in run["records"] if name in record]
+        return sum(values) / max(1, len(values))
+
+    return mean
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a claim is about. text: its name in tables; better: "over" or "under" the baseline; of: run -> value; a
+    success rate is a mapping with its number of episodes.
+    """
+
+    text: str
+    better: str
+    of: Callable[[Mapping[str, Any]], Any]
+
+
+METRICS = {
+    "success": Metric("success after the last iteration", "over", lambda run: run["success"]),
+    "success_with_noise": Metric("success after the last iteration, with noise", "over", lambda run: run["noisy"]),
+    "success_while_learning": Metric("success of all collected episodes", "over", mean_of("success")),
+    "signal": Metric("fraction of episodes with an advantage", "over", mean_of("signal")),
+    "env_steps": Metric("control steps in the simulator", "under", lambda run: run["records"][-1]["env_steps"]),
+    "length": Metric("control steps of a success", "under", lambda run: run["length"]),
+    "worst_instruction": Metric("success of the worst instruction", "over", lambda run: run["worst_instruction"]),
+    "effective_sample_size": Metric("effective sample size", "over", mean_of("sequence_ess")),
+    "gradient_norm": Metric("norm of the gradient", "under", mean_of("gradient_norm")),
+    "kl": Metric("KL divergence of an iteration", "under", mean_of("kl")),
+}
+"""Metrics by the name that papers.yaml uses."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One set of runs. task; base: name of the pre-trained policy (`runs.BASES`); settings: on top of the recipe."""
+
+    task: str
+    base: str
+    settings: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """Name of its folder: arms with equal settings, in any order, share it and are run once."""
+        identity = json.dumps([self.task, self.base, sorted(self.settings)])
+        return hashlib.sha256(identity.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A paper's claim, and the two arms that differ in its method. names: of baseline and method in tables."""
+
+    claim: str
+    metric: str
+    names: tuple[str, str]
+    baseline: Arm
+    method: Arm
+
+
+def read_experiments(path: Path = FILE) -> tuple[dict[str, Experiment], dict[str, str]]:
+    """Return the experiment of each paper by id, and for each paper without one the reason."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    experiments: dict[str, Experiment] = {}
+    for paper, row in content["experiments"].items():
+        scene = content["scenes"][row["scene"]]
+        like = content["scenes"][scene["like"]]["settings"] if "like" in scene else ()
+        common = (*like, *scene["settings"], *row.get("both", ()))
+        baseline, method = (
+            Arm(scene["task"], row.get("base", scene["base"]), last_of_each((*common, *row.get(part, ()))))
+            for part in ("against", "method")
+        )
+        names = (row.get("baseline", scene["baseline"]), row.get("name", paper))
+        experiments[paper] = Experiment(row["claim"], row.get("metric", "success"), names, baseline, method)
+    return experiments, content["not_shown_in_small_worlds"]
+
+
+def last_of_each(settings: Sequence[str]) -> tuple[str, ...]:
+    """Return the settings without those that a later one of the same name replaces."""
+    return tuple({setting.partition("=")[0]: setting for setting in settings}.values())
+
+
+def checkpoint_of(config: Config, root: Path, task: str, base: str, seed: int) -> Path:
+    """Return the checkpoint of a base policy, pre-trained and fine-tuned if it is missing."""
+    if base in TUNED_BASES:
+        run_variant(config, root, task, base, Variant("diffusion", TUNED_BASES[base]), seed)
+        return root / task / "finetune" / base / str(seed) / "checkpoint"
+    return pretrained(config, root, task, base, seed) / "checkpoint"
+
+
+def composed(config: Config, root: Path, arm: Arm, seed: int) -> Config:
+    """Return the configuration of an arm's run, with the paths that its settings name."""
+    imitated = "diffusion" if arm.base in TUNED_BASES else arm.base
+    experts = demonstrations(root, arm.task, seed, recorded_for(arm.task, imitated)[0])
+
+    def path_of(match: re.Match[str]) -> str:
+        return str(experts if match[1] == "demonstrations" else checkpoint_of(config, root, arm.task, match[1], seed))
+
+    policy = checkpoint_of(config, root, arm.task, arm.base, seed)
+    settings = [REFERENCE.sub(path_of, setting) for setting in arm.settings]
+    given = f"finetune.policy={policy}", f"finetune.expert_datasets=[{experts}]"
+    return compose([*settings_of(config, root, arm.task, seed), *COMMON, *given, *settings])
+
+
+def run_arm(config: Config, root: Path, arm: Arm, seed: int) -> dict[str, Any]:
+    """Return the outcome of an arm's run, after fine-tuning and evaluating it if it is missing."""
+    path = root / arm.task / "runs" / arm.label / f"{seed}.json"
+    if not path.exists():
+        run_config = composed(config, root, arm, seed)
+        output.print(Rule(f"{arm.task}, {arm.base}, seed {seed}: {' '.join(arm.settings)}", align="left"))
+        write_json(path, {"settings": list(arm.settings), **tuned(run_config, arm.task)})
+    return read_json(path)
+
+
+def tuned(config: Config, task: str) -> dict[str, Any]:
+    """Fine-tune a policy and return its evaluation in the simulator of a task, the metrics of all iterations, and the
+    processor time.
+    """
+    begin = time.process_time()
+    section, device = config.finetune, choose_device(config.run)
+    learning = narrowed(FinetuneConfig, section)
+    policy = load_trainable(section.policy, config.lerobot, device)
+    policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
+    world = build_collection_world(config, policy, device)
+    has_critic = Need.CRITIC in learning.resolved().needs
+    critic = build_critic(world, section, config.run.seed).to(device) if has_critic else None
+    guidance = load_guidance(config, world, None, policy)
+    with TemporaryDirectory() as folder:
+        run = RunFolder(Path(folder))
+        learn(policy, critic, world, learning, run, seed=config.run.seed, guidance=guidance)
+        records = run.metrics()
+    world.close()
+    judging = build_world(replace(config.world, name=task, data=None), policy, episodes=EPISODES, device=device)
+    result = evaluated(config, judging, policy)
+    judging.close()
+    return {**result, "cpu_seconds": time.process_time() - begin, "records": records}
+
+
+def evaluated(config: Config, world: World, policy: Policy) -> dict[str, Any]:
+    """Return success rates without and with exploration noise, and metrics of the episodes without noise."""
+    seeds = evaluation_seeds(config, EPISODES)
+    plain, noisy = (evaluate_policy(world, policy, seeds, deterministic=mode) for mode in (True, False))
+    successes = [int(result.success.sum()) for result in (plain, noisy)]
+    by_instruction = {
+        text: float(plain.success[[each == text for each in plain.instructions]].mean())
+        for text in sorted(set(plain.instructions))
+    }
+    return {
+        "success": rate_of(successes[0], EPISODES),
+        "noisy": rate_of(successes[1], EPISODES),
+        "length": float(plain.lengths[plain.success].mean()) if successes[0] else float(plain.lengths.max()),
+        "worst_instruction": min(by_instruction.values(), default=successes[0] / EPISODES),
+    }
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Run what is missing, all experiments of a seed before the next seed, and return the results of all."""
+    experiments, _ = read_experiments()
+    names = chosen_from(config, experiments)
+    for seed in config.bench.seeds:
+        for name in names:
+            for arm in (experiments[name].baseline, experiments[name].method):
+                run_arm(config, root, arm, seed)
+    return collected(root, names, config.bench.seeds)
+
+
+def collected(root: Path, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """Return {"experiments": {paper: results}, "reasons": {paper: why it has none}} of the runs that are finished."""
+    experiments, reasons = read_experiments()
+    rows: dict[str, Any] = {}
+    for name in names:
+        if each := {str(seed): found for seed in seeds if (found := _results(root, experiments[name], seed))}:
+            experiment, metric = experiments[name], METRICS[experiments[name].metric]
+            shared = [item for item in experiment.method.settings if item in experiment.baseline.settings]
+            rows[name] = {
+                "claim": experiment.claim,
+                "metric": metric.text,
+                "better": metric.better,
+                "task": experiment.method.task,
+                "base": experiment.method.base,
+                "names": list(experiment.names),
+                "settings": {
+                    "both": shared,
+                    **{
+                        part: [item for item in arm.settings if item not in shared]
+                        for part, arm in (("baseline", experiment.baseline), ("method", experiment.method))
+                    },
+                },
+                "seeds": each,
+            }
+    return {"experiments": rows, "reasons": reasons}
+
+
+def _results(root: Path, experiment: Experiment, seed: int) -> dict[str, Any] | None:
+    """Return the results of both arms, None if one is missing; "identical" says that both learned the same."""
+    arms = {"baseline": experiment.baseline, "method": experiment.method}
+    paths = {part: root / arm.task / "runs" / arm.label / f"{seed}.json" for part, arm in arms.items()}
+    if not all(path.exists() for path in paths.values()):
+        return None
+    runs = {part: read_json(path) for part, path in paths.items()}
+    results: dict[str, Any] = {
+        part: {
+            "value": METRICS[experiment.metric].of(run),
+            "success": run["success"],
+            "noisy": run["noisy"],
+            "env_steps": run["records"][-1]["env_steps"],
+            "cpu_seconds": round(run["cpu_seconds"], 1),
+        }
+        for part, run in runs.items()
+    }
+    baseline, method = (_course(run) for run in runs.values())
+    return {**results, "identical": baseline == method}
+
+
+def _course(run: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return success and size of the gradient of every iteration, which differ if anything else does."""
+    return [
+        tuple(record.get(key) for key in ("env_steps", "success", "gradient_norm", "kl")) for record in run["records"]
+    ]
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return the table of all experiments, and that of papers without one."""
+    header = ["paper", "claim", "compared", "metric", "success, baseline", "success, method", "effect"]
+    lines = []
+    for paper, row in figures["experiments"].items():
+        rates = [
+            spread_text(each[part]["success"]["success_rate"] for each in row["seeds"].values())
+            for part in ("baseline", "method")
+        ]
+        compared = f"{row['names'][1]} against {row['names'][0]}, {row['task']}"
+        lines.append([paper, row["claim"], compared, row["metric"], *rates, experiment_text(row)])
+    reasons = [[paper, reason] for paper, reason in figures["reasons"].items()]
+    return [
+        Table("Experiments of papers: mean over seeds (range)", header, lines),
+        Table("Papers whose claim no small world can show", ["paper", "reason"], reasons),
+    ]
+
+
+BENCHMARK = Benchmark(
+    "Does the claim of each paper show in the smallest world where it can?",
+    ("seeds", "only", "overrides"),
+    benchmark,
+    tables,
+)
