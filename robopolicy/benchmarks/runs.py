@@ -37,17 +37,8 @@ TOKEN = (
 COARSE = ("policy.token.bins=7", "policy.token.width=64", "policy.token.depth=2", "policy.token.feed_forward=128")
 """Of a token policy with few bins and a small model: it explores more, and learns within a dozen iterations."""
 
-DENOISING = (
-    "policy.kind=diffusion",
-    "policy.prediction_steps=4",
-    "policy.sampling_steps=5",
-    "policy.min_sampling_std=0.3",
-    "policy.min_logprob_std=0.3",
-    "train.batch_size=256",
-    "train.fit.learning_rate=1e-3",
-    "train.fit.steps=3000",
-)
-"""The denoising policy of push_cube, for tasks whose recipe has another."""
+LESS_NOISE = "policy.min_sampling_std=0.05", "policy.min_logprob_std=0.05"
+"""Of flows that learn their noise, within bounds above these."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +132,12 @@ BASES = {
     "small_token_novice": Changes((*TOKEN, *COARSE, "train.fit.steps=100")),
     "coarse_token": Changes((*TOKEN, COARSE[0], "train.fit.steps=800")),
     "matching": Changes(("policy.kind=flow", "policy.likelihood=matching")),
-    "noisy_flow": Changes(("policy.kind=flow", "policy.flow_noise=learned")),
-    "wordy": Changes((*DENOISING, "world.options.phrasing=all", "collect.episodes=400")),
+    "noisy_flow": Changes(("policy.kind=flow", "policy.flow_noise=learned", *LESS_NOISE)),
 }
 """Pre-trained policies by name. few, many: how many demonstrations; novice: training stopped while success is rare.
 Token policies need more than the dozen demonstrations of pick_place. hundred_steps, ten_steps...: of denoising.
 hidden_words: words are dropped at random, so that a policy tolerates words that it never saw. coarse_token: a teacher
-with the tokens of small_token; matching: a flow that scores any action; wordy: a denoising policy of all wordings.
+with the tokens of small_token; matching: a flow that scores any action.
 """
 
 RECIPES = {

@@ -7,6 +7,7 @@ keys and values of a language model's prefix. Axes: N row, K step, P predicted s
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
@@ -14,7 +15,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import CONDITION, TensorObservation, is_condition
 from robopolicy.core.registry import Registry
@@ -188,6 +189,13 @@ class ChunkNetwork(nn.Module):
         self.noise_head: NoiseHead | None = None
         if learns_noise(config):
             low, high = config.flow_noise_bounds
+            if (floor := max(config.min_sampling_std, config.min_logprob_std)) >= high:
+                warnings.warn(
+                    f"flow_noise=learned can learn no noise: its upper bound, {high} (flow_noise_bounds), is not above "
+                    f"{floor} (min_sampling_std or min_logprob_std). Lower these, or raise the bound.",
+                    RobopolicyWarning,
+                    stacklevel=2,
+                )
             self.noise_head = NoiseHead(condition_size, action_size, max(low, config.min_sampling_std), high)
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:

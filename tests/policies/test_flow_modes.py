@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.nn.configuration import FlowNoise
@@ -145,3 +146,15 @@ def test_fine_tuning_improves(name: str):
     critic = state_critic(FIELDS, 1, width=16)
     finetune(policy, critic, BanditWorld(64), replace(SETTINGS, **changes), seed=0)
     assert mean_reward(policy, True)["reward"] > before / 2, before
+
+
+@pytest.mark.parametrize("name", ["min_sampling_std", "min_logprob_std"])
+def test_learned_noise_that_cannot_change_is_noted(name: str):
+    """The recipes' minimum, 0.3, is above the upper bound of learned noise: its entropy had no gradient."""
+    with pytest.warns(RobopolicyWarning, match=r"its upper bound, 0\.4 .* is not above 0\.5"):
+        policy = make(replace(MODES["learned noise"], **{name: 0.5}))
+    observation = observed()
+    decision = policy.act(observation, torch.Generator().manual_seed(0))
+    entropy = policy.log_prob(observation, decision.latents).entropy.sum()
+    noise = policy.network.noise_head.layers[-1].weight
+    assert torch.autograd.grad(entropy, noise, allow_unused=True)[0].abs().max() == 0

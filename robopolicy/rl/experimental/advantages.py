@@ -135,7 +135,7 @@ def risk_po(
     if scale:
         spread = bundles.std(score, first, unbiased=True)
         varied = (bundles.size(first) > 1) & (spread > 1e-6)
-        value = value / torch.where(varied, spread, 1.0)[bundles.index]
+        value = value / torch.where(varied, spread + 1e-6, 1.0)[bundles.index]
     return broadcast(torch.where(used_mask, value, 0.0), rollouts)
 
 
