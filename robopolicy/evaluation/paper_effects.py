@@ -129,7 +129,7 @@ def _number(value: Any) -> float:
 
 
 def experiment_text(row: Mapping[str, Any]) -> str:
-    """Return verdict and difference of a paper's experiment, with its number of seeds while there are fewer than three.
+    """Return result and difference of a paper's experiment; no result while it has fewer than three seeds.
 
     row: of assets/figures/papers.json. The difference of success rates is pooled over seeds; a seed whose difference
     has the other sign, or an interval with 0, leaves the effect not shown.
@@ -137,16 +137,12 @@ def experiment_text(row: Mapping[str, Any]) -> str:
     seeds = list(row["seeds"].values())
     method, baseline = ([each[part]["value"] for each in seeds] for part in ("method", "baseline"))
     if all(each["identical"] for each in seeds):
-        return "no effect shown: both learned the same" + _seeds_text(len(seeds))
-    if isinstance(method[0], Mapping):
+        text = "no effect shown: both learned the same"
+    elif isinstance(method[0], Mapping):
         text = difference_text(method, baseline)
         signs = [after["success_rate"] - before["success_rate"] for after, before in zip(method, baseline, strict=True)]
         if min(signs) <= 0 <= max(signs):
             text = f"no effect shown: {text.partition(': ')[2]}"
     else:
         text = f"{numbers_text(method, baseline, row['better'])} ({row['metric']})"
-    return text + _seeds_text(len(seeds))
-
-
-def _seeds_text(seeds: int) -> str:
-    return "" if seeds >= SEEDS else f" ({seeds} of {SEEDS} seeds)"
+    return text if len(seeds) >= SEEDS else f"{len(seeds)} of {SEEDS} seeds so far: {text.partition(': ')[2]}"
