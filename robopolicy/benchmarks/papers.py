@@ -46,7 +46,7 @@ from robopolicy.core.world import World
 from robopolicy.evaluation.paper_effects import experiment_text
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.rl.registry import Need
-from robopolicy.runs import output
+from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune as learn
 from robopolicy.verbs.bench import Benchmark, Table
@@ -192,14 +192,15 @@ def tuned(config: Config, task: str) -> dict[str, Any]:
     begin = time.process_time()
     section, device = config.finetune, choose_device(config.run)
     learning = narrowed(FinetuneConfig, section)
-    policy = load_trainable(section.policy, config.lerobot, device)
+    folder = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
+    policy = load_trainable(folder, config.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     world = build_collection_world(config, policy, device)
     has_critic = Need.CRITIC in learning.resolved().needs
     critic = build_critic(world, section, config.run.seed).to(device) if has_critic else None
     guidance = load_guidance(config, world, None, policy)
-    with TemporaryDirectory() as folder:
-        run = RunFolder(Path(folder))
+    with TemporaryDirectory() as records_folder:
+        run = RunFolder(Path(records_folder))
         learn(policy, critic, world, learning, run, seed=config.run.seed, guidance=guidance)
         records = run.metrics()
     world.close()

@@ -266,7 +266,7 @@ def test_recipes_of_papers_go_on_from_the_stage_before(recipe: str, chain: dict[
     for name, before in chain.items():
         (verb, config), (verb_before, config_before) = stages[name], stages[before]
         assert verb == "finetune"
-        assert Path(config.finetune.policy) == run_path(config_before, verb_before) / "checkpoint"
+        assert config.finetune.policy == run_path(config_before, verb_before) / "checkpoint"
         build_algorithm(config.finetune)
     taught = [name for name, (verb, config) in stages.items() if verb == "finetune" and config.finetune.teacher]
     assert taught == (["distilled"] if recipe == "sparse_to_dense" else [])
