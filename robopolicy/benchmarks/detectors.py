@@ -38,7 +38,7 @@ def measure(config: Config, root: Path, task: str, seed: int) -> dict[str, Any]:
         output.print(Rule(f"[bold]{task}, seed {seed}: detectors", align="left"))
         arguments = [f"detect.policy={base / 'checkpoint'}", f"detect.false_alarms={FALSE_ALARMS}", "run.name=base"]
         arguments.append(f"detect.demonstrations={demonstrations(root, task, seed)}")
-        arguments.append(f"detect.faults=[{','.join(FAULTS.names())}]")
+        arguments.append(f"detect.faults=[{','.join(FAULTS.ours)}]")
         detect.run(compose([*settings_of(config, root, task, seed), *arguments]))
     result = read_json(folder / "result.json")
     return {name: result[name] for name in ("success", "detectors", "faults", "calibrated_on")}
