@@ -20,7 +20,7 @@ from robopolicy.core.randomness import derive_keys, derive_seed, numpy_generator
 from robopolicy.core.registry import named_arguments, require_types
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation, validate_actions
 from robopolicy.core.world import Rows, Snapshots, Step, World
-from robopolicy.core.wrapped_world import WrappedSnapshots, WrappedWorld
+from robopolicy.core.wrapped_world import WrappedSnapshots, WrappedWorld, join_steps
 
 FAULTS_OPTION, RATE_OPTION = "faults", "fault_rate"
 """Names of the options of a world."""
@@ -175,7 +175,7 @@ class FaultyWorld(WrappedWorld):
             if begin in cuts:
                 self._disturb()
             steps.append(self._advance(actions[:, begin:end]))
-        step = _joined(steps)
+        step = join_steps(steps)
         return replace(step, observation=self._shown(step.observation))
 
     def _disturb(self) -> None:
@@ -250,18 +250,3 @@ class FaultySnapshots(FaultyWorld, WrappedSnapshots):
     def restored(self, observation: Observation, rows: Array) -> Observation:
         """Implement `WrappedSnapshots.restored`; rows: [R] -> [B, H, ...]."""
         return self._shown(observation)
-
-
-def _joined(steps: Sequence[Step]) -> Step:
-    """Return consecutive steps as one."""
-    if len(steps) == 1:
-        return steps[0]
-    last = steps[-1]
-    uncertainty = [cast(Array, each.uncertainty) for each in steps]
-    return replace(
-        last,
-        trace={key: np.concatenate([each.trace[key] for each in steps], axis=1) for key in last.trace},
-        rewards={name: np.concatenate([each.rewards[name] for each in steps], axis=1) for name in last.rewards},
-        valid=np.concatenate([each.valid for each in steps], axis=1),
-        uncertainty=None if last.uncertainty is None else np.concatenate(uncertainty, axis=1),
-    )

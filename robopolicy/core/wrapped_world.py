@@ -1,8 +1,9 @@
 """A world around another one: a subclass changes what it must and passes on the rest. Axes: B row, R selected rows."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar, cast
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.spec import Observation, WorldSpec
 from robopolicy.core.stages import Stage
-from robopolicy.core.world import Renders, Rows, Snapshot, Snapshots, World, can_render
+from robopolicy.core.world import Renders, Rows, Snapshot, Snapshots, Step, World, can_render
 
 
 class WrappedWorld:
@@ -96,3 +97,18 @@ class WrappedSnapshots(WrappedWorld, ABC):
         for name, array in saved_arrays.items():
             own_arrays[name][index] = array
         return self.restored(observation, index)
+
+
+def join_steps(steps: Sequence[Step]) -> Step:
+    """Return consecutive steps [B, c, ...] as one [B, C, ...]."""
+    last = steps[-1]
+    if len(steps) == 1:
+        return last
+    uncertainty = [cast(Array, each.uncertainty) for each in steps]
+    return replace(
+        last,
+        trace={key: np.concatenate([each.trace[key] for each in steps], axis=1) for key in last.trace},
+        rewards={name: np.concatenate([each.rewards[name] for each in steps], axis=1) for name in last.rewards},
+        valid=np.concatenate([each.valid for each in steps], axis=1),
+        uncertainty=None if last.uncertainty is None else np.concatenate(uncertainty, axis=1),
+    )

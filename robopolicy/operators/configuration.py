@@ -10,7 +10,7 @@ from robopolicy.core.structured import REGISTRY, FormerNames
 
 @dataclass(frozen=True)
 class AssistConfig(FormerNames):
-    """Alarms on which an operator takes over from a policy, the operators, and the number of actions undone first."""
+    """When operators take over from a policy, and who they are."""
 
     no_progress_steps: Natural = 0
     """Control steps without a new maximum of the cumulative reward after which an operator takes over, 0 for never."""
@@ -27,10 +27,9 @@ class AssistConfig(FormerNames):
     operator_steps: Natural = 0
     """Control steps after which an operator hands back to the policy, 0 for never (RaC)."""
     rewind: Natural | Literal["adaptive"] = 0
-    """Number of the policy's control steps that are undone first (RaC's recovery), starting with the last; adaptive:
-    all that a detector's index considers unusual (FLOAT). Positions are repeated backwards, grippers stay, and other
-    actions are mirrored about the middle of their range. 0 corrects at once, which gave better policies on push_cube
-    (rl/offline/README.md).
+    """Number of the policy's control steps that are undone first, the last one first; adaptive: all that a detector's
+    index considers unusual (FLOAT). Positions are repeated backwards, other actions mirrored, grippers stay. 0 corrects
+    at once, which gave better policies on push_cube.
     """
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ from robopolicy.core.spec import Observation, require_fit
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.world import Rows, World
 from robopolicy.nn.optimisers import require_finite
+from robopolicy.operators.operated_world import OperatedWorld
 from robopolicy.rl.offline.agent import OfflineAgent
 from robopolicy.rl.offline.sac import Cql
 from robopolicy.training.configuration import OnlineConfig
@@ -45,6 +46,8 @@ Evaluate = Callable[[Policy], Mapping[str, float]]
 Begins = Literal["warm-up", "recorded", "already"]
 """Source of an agent's state normalisation: states of the warm-up, recorded states, or its earlier training."""
 TRANSITION_COLUMNS = frozenset(item.name for item in fields(Transitions))
+INTERVENED = "intervened"
+"""Column of the replay buffer: whether an operator acted in a chunk."""
 COUNTS = ("wave", "env_steps", "updates", "episodes", "basis")
 """Counters of a run."""
 
@@ -229,9 +232,11 @@ class Online:
         begins: Begins,
         evaluate: Evaluate | None,
         run: RunFolder | None,
+        operated: OperatedWorld | None = None,
     ):
         self.policy = policy
         self.agent = policy.agent
+        self.operated = operated
         self.config = config
         self.begins = begins
         self.generators, self.recorded = generators, recorded
@@ -290,6 +295,10 @@ class Online:
         """
         state, action = played.info
         step = played.step
+        operated = self.operated
+        if operated is not None:  # operators' actions are learned from, too
+            executed = torch.from_numpy(operated.executed).to(action)
+            action = torch.where(self.intervened[:, None], self.policy.interface.to_agent(executed), action)
         device = self.generators.device
         rows = torch.from_numpy(np.flatnonzero(played.running)).to(device)
         valid = torch.from_numpy(np.asarray(step.valid, dtype=np.float32)).to(device)
@@ -310,6 +319,8 @@ class Online:
         self.explorer.ahead = self.policy.propose(seen, self.generators["propose"])
         if self.explorer.ahead is not None:
             columns["next_candidates"] = self.explorer.ahead
+        if operated is not None:
+            columns[INTERVENED] = self.intervened
         self.env_steps += int(valid[rows].sum())
         rows_played = {name: column[rows] for name, column in columns.items()}
         return self.experience.add(state[rows], action[rows], rows_played), rows
@@ -341,10 +352,27 @@ class Online:
         """Sample a batch: own chunks, and the retained fraction of recorded ones."""
         config, draws = self.config, self.generators["batches"]
         retained = round(config.offline_ratio * config.batch_size)
-        own_batch = self.experience.transitions.draw(config.batch_size - retained, draws)
+        own = self.experience.transitions
+        own_batch = own.draw(config.batch_size - retained, draws)
+        helped = self.experience.columns.get(INTERVENED)
+        if retained and helped is not None and (places := helped[: len(own)].nonzero()[:, 0]).numel():
+            # What operators did is drawn from as demonstrations are (HIL-SERL), each chunk alike.
+            demonstrations = 0 if self.recorded is None else len(self.recorded)
+            drawn = torch.randint(demonstrations + len(places), (retained,), generator=draws, device=draws.device)
+            drawn = drawn.to(places.device)
+            parts = [own_batch, own.take(places[drawn[drawn >= demonstrations] - demonstrations])]
+            if self.recorded is not None:
+                parts.append(self.recorded.take(drawn[drawn < demonstrations]))
+            return Transitions.join(parts)
         if not retained or self.recorded is None:
-            return own_batch
+            return own_batch if not retained else own.draw(config.batch_size, draws)
         return Transitions.join([own_batch, self.recorded.draw(retained, draws)])
+
+    @property
+    def intervened(self) -> Tensor:
+        """Rows [B] bool in whose last chunk an operator acted."""
+        assert self.operated is not None
+        return torch.from_numpy(self.operated.operated.any(1)).to(self.generators.device)
 
     @property
     def seen(self) -> bool:
@@ -433,14 +461,20 @@ def learn_online(
     the same call resumes with a bit-identical result. Raises ConfigError when recorded data is requested and missing,
     SpecError when policy and world do not match, NonFiniteError naming the update.
     """
-    if recorded is None and (config.offline_ratio or begins == "recorded"):
+    operated = world if isinstance(world, OperatedWorld) else None
+    if operated is not None and isinstance(policy, SteeredPolicy):
+        raise ConfigError(
+            "Operators act in the world, and online.method=dsrl learns noise: use online.method=actions or edit."
+        )
+    if recorded is None and (begins == "recorded" or (config.offline_ratio and operated is None)):
         raise ConfigError(
             f"offline_ratio={config.offline_ratio:g} samples from recorded action chunks, and there are none."
         )
     require_fit(policy.spec, world.spec)
     generators = Generators(derive_seed(seed, "online"), next(policy.agent.parameters()).device)
     switch_to_online(policy.agent, config)
-    online = Online(policy, frozen, config, generators, recorded=recorded, begins=begins, evaluate=evaluate, run=run)
+    parts: dict[str, Any] = {"recorded": recorded, "begins": begins, "evaluate": evaluate}
+    online = Online(policy, frozen, config, generators, **parts, run=run, operated=operated)
     state = None if run is None else load_trainer(run.path / "resume" / "online")
     if state is not None:
         online.restore(state)

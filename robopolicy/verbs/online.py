@@ -5,9 +5,10 @@ online.method=edit: the agent edits the action chunks of a frozen policy of any 
 chunks and the edited ones acts (EXPO); needs few environment steps, so use it where a simulator is slow.
 online.method=actions: the agent outputs action chunks itself; with online.dataset it first trains on recorded data, and
 online.steps=0 stops there. A frozen policy plays the first online.warmup steps. online.offline_ratio=0 then uses online
-data only (WSRL: online.agent=cal_ql); online.offline_ratio=0.5 keeps half of every batch recorded (RLPD). Success is
-measured after 0, 1, 100 and 500 updates, to show a dip. Base and result are evaluated on the same seeds, which are used
-for nothing else. If interrupted, run the same command again: it resumes and gives the same result.
+data only (WSRL: online.agent=cal_ql); online.offline_ratio=0.5 keeps half of every batch recorded (RLPD). Operators
+intervene with online.assist.no_progress_steps=8: what they do is learned from as own data and as demonstrations
+(HIL-SERL). Base and result are evaluated on the same seeds. If interrupted, run the same command again: it resumes and
+gives the same result.
 """
 
 import copy
@@ -19,7 +20,7 @@ import torch
 
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.policies import load_policy
-from robopolicy.building.worlds import build_world
+from robopolicy.building.worlds import build_controller, build_world
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError
@@ -34,6 +35,8 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.success import compared
+from robopolicy.operators.operated_world import OperatedWorld
+from robopolicy.operators.operator import Site, make_operator
 from robopolicy.rl.offline.agent import OfflineAgent
 from robopolicy.runs import default_path, input_path, output
 from robopolicy.training.configuration import ONLINE_METHODS, OnlineConfig
@@ -64,6 +67,8 @@ def run(config: Config) -> int:
     path = policy_path(config)
     base_policy = None if path is None else load_policy(path, device)
     world = build_world(config.world, base_policy, batch_size=section.num_envs, device=device)
+    if section.assist.wanted:
+        world = operated_world(config, world)
     clock = folder.clock()
     beginning = initialise(config, base_policy, world, folder, device)
     policy = beginning.policy
@@ -101,6 +106,13 @@ def run(config: Config) -> int:
     }
     job.finish(compared(verdicts) | result)
     return 0
+
+
+def operated_world(config: Config, world: World) -> World:
+    """Return `world` with the operators of online.assist."""
+    assist = config.online.assist
+    site = Site(world.spec.action, world.spec.fps, world.batch_size, lambda: build_controller(config.world, world))
+    return OperatedWorld(world, make_operator(assist.operator, site, assist.operator_options), assist)
 
 
 def policy_path(config: Config) -> Path | None:

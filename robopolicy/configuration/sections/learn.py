@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Natural, Positive
 from robopolicy.core.structured import Tagged
+from robopolicy.operators.configuration import AssistConfig
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.registry import POLICIES
 from robopolicy.rl.offline.configuration import AGENTS, RlpdConfig
@@ -215,8 +216,8 @@ class OnlineMethodSection(Tagged):
     beside: ClassVar = True
 
     kind: str = "dsrl"
-    """Method: dsrl (the agent chooses the initial noise of the frozen policy), actions (the agent chooses the actions
-    itself), edit (the agent edits the frozen policy's action chunks, and the best by Q acts), or a custom one.
+    """What the agent chooses: dsrl (the frozen policy's noise), actions, edit (changes of the frozen policy's chunks),
+    or a custom method.
     """
     config: Any = field(default_factory=DsrlOnlineConfig)
 
@@ -245,12 +246,13 @@ class OnlineSection(OnlineConfig):
     pretrain_steps: Natural = 4000
     """Number of updates on recorded data before the first environment step; the agent itself then plays the warm-up."""
     agent: OnlineAgentSection = field(default_factory=OnlineAgentSection)
+    assist: AssistConfig = field(default_factory=AssistConfig)
     noise_bound: Positive = 1.5
     """dsrl: largest noise that the agent may choose, in standard deviations."""
     chunk: Count = 4
-    """actions: control steps per action chunk if there is no policy to define it."""
+    """actions: control steps per chunk if no policy defines it."""
     num_envs: Count = 32
-    """Number of parallel environments; all start a batch of episodes together."""
+    """Parallel environments; all start a batch of episodes together."""
     evaluate_episodes: Count = 200
     """Episodes of each evaluation, also of the final one."""
 
@@ -269,7 +271,13 @@ class OnlineSection(OnlineConfig):
                 "online.method=dsrl trains on noise, which no dataset records: unset online.dataset and "
                 "online.offline_ratio, and first train on data with robopolicy offline DATASET offline.improve=dsrl."
             )
-        if (self.offline_ratio or self.extra_datasets) and self.dataset is None:
+        if self.assist.rewind == "adaptive":
+            raise ConfigError("online.assist.rewind=adaptive needs a detector: set a number of control steps.")
+        if self.assist.wanted and self.method.kind == "dsrl":
+            raise ConfigError(
+                "online.assist: operators act in the world, and online.method=dsrl learns noise: use actions or edit."
+            )
+        if ((self.offline_ratio and not self.assist.wanted) or self.extra_datasets) and self.dataset is None:
             raise ConfigError(
                 "online.offline_ratio and online.extra_datasets need recorded data: set online.dataset=DATASET."
             )
