@@ -33,12 +33,16 @@ PROSE |= {"in", "only", "servers", "world", "worlds"}
 """What follows the word robopolicy in sentences about it."""
 NO_SETTING = re.compile(
     r".*\.(json|html|jinja|mp4)|lerobot\.(policies|datasets|processor|scripts)\b.*|policy\.(log_prob|loss)"
+    r"|plan\.step|distill\.divergence|drive\.operator"
 )
-"""Files, modules and methods that are called like settings."""
+"""Files, modules, methods, columns and options that are called like settings."""
 FILLED = {"NUMBER": "3", "N": "3", "PORT": "3", "d": "3", "my_module:MyPolicy": "diffusion", "<id>": "Reacher-v5"}
 TOGETHER = {
     "collect.chains": "policy that records", "collect.correct.no_progress_steps": "policy",
-    "collect.correct.max_policy_steps": "policy",
+    "collect.correct.max_policy_steps": "policy", "collect.correct.detector": "policy",
+    "collect.correct.random_rate": "policy", "collect.correct.recover_data": "recover_steps",
+    "collect.correct.rewind": "detector", "online.assist.no_progress_steps": "method",
+    "online.assist.rewind": "detector",
     "online.dataset": "method", "online.extra_datasets": "method", "online.offline_ratio": "method",
     "offline.data": "model", "success.relabelled": "classifier", "world.success_reward": "success",
     "gate.evaluators": "not none", "policy.token.lora_rank": "model", "pipeline.changes.offline": "stages",
@@ -163,7 +167,8 @@ def test_extras_and_modules_exist():
         name for _, text in TEXTS for names in re.findall(r"robopolicy\[([a-z,]+)\]", text) for name in names.split(",")
     }
     assert extras and extras <= set(project["optional-dependencies"])
-    modules = {name for _, text in TEXTS for name in re.findall(r"python3? -m ([a-z_][\w.]*\w)", text)} - {"pip"}
+    modules = {name for _, text in TEXTS for name in re.findall(r"python3? -m ([a-z_][\w.]*\w)", text)}
+    modules -= {"pip", "robopolicy_client"}  # a distribution of its own, from robopolicy/client
     assert modules and not [name for name in modules if not is_installed(name)]
 
 
