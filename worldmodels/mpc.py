@@ -19,10 +19,11 @@ from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.randomness import integers, normal
 from robopolicy.core.registry import Registry, load_dotted, named_arguments, require_types
-from robopolicy.core.spec import TASK, PolicySpec
+from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows
 from worldmodels.configuration import PlanConfig
-from worldmodels.protocol import ChunkModel, Context, Latent, WorldModel, fields_read
+from worldmodels.planning import context_of, require_same_task
+from worldmodels.protocol import ChunkModel, Latent, WorldModel, fields_read
 
 PLANNERS = Registry(
     "planner",
@@ -289,6 +290,8 @@ class ModelPredictivePolicy(nn.Module):
         super().__init__()
         self.config = config = config or PlanConfig(kind="cem", horizon=16)
         self.model, self.policy = model, policy
+        if policy is not None:
+            require_same_task(policy, model)
         low, high = (torch.tensor(bound, dtype=torch.float32) for bound in bounds_of(model.spec.action))
         if not (low.isfinite().all() and high.isfinite().all()):
             raise ConfigError(f"plan.kind={config.kind} draws actions from their range, but these are unbounded.")
@@ -327,22 +330,15 @@ class ModelPredictivePolicy(nn.Module):
 
         Raises ConfigError when the observation lacks a field that the model reads.
         """
-        fields = fields_read(self.model)
-        missing_fields = [key for key in fields if key not in observation]
-        if missing_fields:
-            raise ConfigError(
-                f"The observation lacks {', '.join(missing_fields)}, which the planning world model reads."
-            )
-        frames = {key: value.cpu().numpy() for key in fields if isinstance(value := observation[key], Tensor)}
-        rows = len(next(iter(frames.values())))
+        context = context_of(self.model, observation)
+        rows = len(context)
         shape = rows, self.config.horizon, len(self.low)
         if self._plan.shape != shape:
             self._plan, self._fresh = torch.zeros(shape), torch.ones(rows, dtype=torch.bool)
         middle = ((self.low + self.high) / 2).expand(shape)
         start = torch.where(self._fresh[:, None, None], middle, shifted(self._plan, self.replan, 1))
-        task = np.array(observation[TASK]) if TASK in observation else None
         seeds = integers(2**62, (rows,), generator).cpu().numpy()
-        first_latent = self.model.initial(Context(frames, task), seeds)
+        first_latent = self.model.initial(context, seeds)
 
         def score(sequences: Tensor) -> Tensor:
             count = sequences.shape[1]

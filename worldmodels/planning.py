@@ -38,7 +38,7 @@ class PlannedPolicy(nn.Module):
 
     def __init__(self, policy: Policy, model: WorldModel, config: PlanConfig | None = None, value: Value | None = None):
         super().__init__()
-        _require_same_task(policy, model)
+        require_same_task(policy, model)
         self.policy = policy
         self.model = model
         self.config = config or PlanConfig()
@@ -118,22 +118,27 @@ class PlannedPolicy(nn.Module):
 
     def _begin(self, observation: TensorObservation, rows: int) -> ImaginedWorld:
         """Return an imagined world of `rows` rows that starts at `observation`."""
-        fields = fields_read(self.model)
-        missing_fields = [key for key in fields if key not in observation]
-        if missing_fields:
-            raise ConfigError(
-                f"The observation lacks {', '.join(missing_fields)}, which the planning world model reads."
-            )
-        frames = {key: value.cpu().numpy() for key in fields if isinstance(value := observation[key], Tensor)}
-        task = np.array(observation[TASK]) if TASK in observation else None
-        self._context = Context(frames, task)
+        self._context = context_of(self.model, observation)
         if self._world is None or self._world.batch_size != rows:
             history = self.policy.spec.history
             self._world = ImaginedWorld(self.model, lambda seeds: self._context, rows, history=history)
         return self._world
 
 
-def _require_same_task(policy: Policy, model: WorldModel) -> None:
+def context_of(model: WorldModel, observation: TensorObservation) -> Context:
+    """Return the context in which `model` starts from an observation [B, H, ...].
+
+    Raises ConfigError when the observation lacks a field that the model reads.
+    """
+    fields = fields_read(model)
+    missing_fields = [key for key in fields if key not in observation]
+    if missing_fields:
+        raise ConfigError(f"The observation lacks {', '.join(missing_fields)}, which the planning world model reads.")
+    frames = {key: value.cpu().numpy() for key in fields if isinstance(value := observation[key], Tensor)}
+    return Context(frames, np.array(observation[TASK]) if TASK in observation else None)
+
+
+def require_same_task(policy: Policy, model: WorldModel) -> None:
     """Raise ConfigError when policy and model define an action, or a field that both read, differently."""
     policy_spec, its = policy.spec, fields_read(model)
     shared_fields = {f"'{key}'": (field, its[key]) for key, field in policy_spec.observation.items() if key in its}

@@ -175,3 +175,10 @@ def test_wrong_options_are_named():
     unbounded.spec = WorldSpec("plane", FIELDS, Field((2,)), 10.0, 100, rewards=("progress",))
     with pytest.raises(ConfigError, match="unbounded"):
         ModelPredictivePolicy(unbounded, PlanConfig(kind="cem"))
+
+
+def test_a_policy_of_another_task_is_refused():
+    other = Knows()
+    other.spec = PolicySpec(FIELDS, Field((3,), low=-1.0, high=1.0), 1, 4, 4, 0, 10.0)
+    with pytest.raises(ConfigError, match="belongs to another task than the policy: its actions"):
+        ModelPredictivePolicy(Plane(), PlanConfig(kind="cem"), other)
