@@ -236,7 +236,7 @@ def states(lab: Lab) -> Measures:
 
 
 def cameras(lab: Lab) -> Measures:
-    """Measure an iteration of PPO with a camera of 64 pixels; images are rendered on the CPU in all rows."""
+    """Measure an iteration of PPO with a camera of 64 pixels; images are rendered by MuJoCo (EGL) in all rows."""
     recipe, sizes = "push_t_pixels", lab.size.cameras
     rows = {f"{recipe}: native physics, CPU learner": ("cpu", "native")}
     if lab.gpu is not None:
