@@ -1,9 +1,9 @@
 """Physics on a GPU: mujoco-warp steps all rows at once, in single precision.
 
 It needs the extra `gpu-physics` and is meant for thousands of rows: a step of few rows costs as much as one of many.
-States differ from MuJoCo's by rounding, as those of a start 1e-7 away do, and on a GPU from one run to the next as well:
-contacts are found in no fixed order. On a CUDA device a chunk is one CUDA graph, and only the states after control steps
-are copied back. Without one, everything runs on the CPU, 20 to 300 times as slow as native physics: for tests.
+States differ from MuJoCo's by rounding, as those of a start 1e-7 away do; on a GPU also from one run to the next, since
+contacts are found in no fixed order. On a CUDA device a chunk is one CUDA graph, and only the states after control
+steps are copied back. Without one, everything runs on the CPU, 20 to 300 times as slow as native physics: for tests.
 """
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs, and mujoco-warp is optional.)
