@@ -67,6 +67,7 @@ class StateReadout(Standardised):
     change_std: Tensor
     value_mean: Tensor
     value_std: Tensor
+    fixed_places: Tensor
 
     def __init__(
         self,
@@ -88,7 +89,8 @@ class StateReadout(Standardised):
         derived = set(structure.derived.tolist())
         self.read_elements = [index for index in hidden if index not in derived]
         constant = set(structure.constant.tolist())
-        self.fixed_places = [place for place, index in enumerate(self.read_elements) if index in constant]
+        fixed = [place for place, index in enumerate(self.read_elements) if index in constant]
+        self.register_buffer("fixed_places", torch.tensor(fixed, dtype=torch.long), persistent=False)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.network = Members(1, 2 * size, WIDTH, 2, len(self.read_elements))

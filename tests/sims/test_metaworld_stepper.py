@@ -87,7 +87,7 @@ def test_numbers_of_all_tasks_equal_meta_worlds(metaworld, task):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_all_tasks_keep_every_promise(metaworld, task):
-    check_world(lambda batch: make_world(f"metaworld/{task}", batch, horizon=8), batch_size=2, chunk=3)
+    check_world(lambda batch: make_world(f"metaworld/{task}", batch, horizon=8), batch_size=3, chunk=3)
 
 
 def test_rows_share_graphics_and_images_show_the_present(metaworld):
