@@ -3,9 +3,9 @@ chain.
 
 All start from the same policy, and those that use data from the same log of its episodes. WSRL (arXiv:2412.07762)
 retains no data and lets the frozen agent act before the first update; a run without that warm-up is its ablation. RLPD
-(arXiv:2302.02948) has no offline phase, and half of every batch is recorded data. DSRL (arXiv:2506.15799) steers the
-frozen policy by its noise. Success is also measured after few updates, where agents lose success when online learning
-starts.
+(arXiv:2302.02948) has no offline phase, and half of every batch is recorded data; with operators (HIL-SERL,
+arXiv:2410.21845) that half is what they did. DSRL (arXiv:2506.15799) steers the frozen policy by its noise. Success is
+also measured after few updates, where agents lose success when online learning starts.
 """
 
 from collections.abc import Mapping
@@ -39,6 +39,9 @@ CAL_QL = (
     "online.pretrain_steps=2000",
 )
 """WSRL's agent, small."""
+ALONE = "online.method=actions", "online.agent.critics=4", "online.pretrain_steps=0"
+OPERATED = "online.offline_ratio=0.5", "online.assist.no_progress_steps=8"
+"""An expert takes over once a robot makes no progress for eight steps, and finishes its episode."""
 EARLY = (1, 100, 500, 2000)
 """Updates by which a dip has been seen."""
 
@@ -66,9 +69,11 @@ ARMS = {
     "cal_ql_half": Arm("Cal-QL, half of each batch recorded", (*CAL_QL, "online.offline_ratio=0.5"), logged=True),
     "rlpd": Arm(
         "RLPD",
-        ("online.method=actions", "online.agent.critics=4", "online.pretrain_steps=0", "online.offline_ratio=0.5"),
+        (*ALONE, "online.offline_ratio=0.5"),
         logged=True,
     ),
+    "rlpd_alone": Arm("RLPD without recorded data", ALONE),
+    "hil_serl": Arm("HIL-SERL: operators, no recorded data", (*ALONE, *OPERATED)),
     "ppo": Arm("PPO in the chain, 62 rows", rows=62),
     "ppo_250": Arm("PPO in the chain, 250 rows", rows=250),
 }
@@ -100,8 +105,10 @@ def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict
     early_success = {
         str(each["updates"]): each["deterministic_success"] for each in evaluations if each.get("updates") in EARLY
     }
+    operated = [each["intervened"] for each in records if "intervened" in each]
     return {
         **results,
+        **({"operated": [operated[0], operated[len(operated) // 2], operated[-1]]} if operated else {}),
         "begins": first_rate,
         "early": early_success,
         "curve": curve,
@@ -134,7 +141,8 @@ def learn(config: Config, root: Path, task: str, name: str, seed: int) -> None:
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return one table per task, with one row per arm."""
     header = ["method", "before, as it acts", *(f"after {count} updates" for count in EARLY)]
-    header += ["in the end", "each seed [Wilson 95 %]", "thousand steps", "minutes"]
+    header += ["in the end", "each seed [Wilson 95 %]", "operators' chunks: first, middle, last"]
+    header += ["thousand steps", "minutes"]
     result_tables: list[Table] = []
     for task, arms in figures["tasks"].items():
         rows = list(next(iter(arms.values())).values())
@@ -150,12 +158,15 @@ def _line(title: str, rows: list[Mapping[str, Any]]) -> list[str]:
         rates = [row["early"][str(count)] for row in rows if str(count) in row["early"]]
         return f"{100 * sum(rates) / len(rates):.1f} %" if rates else ""
 
+    operated = [row["operated"] for row in rows if "operated" in row]
+    means = [f"{100 * sum(each) / len(each):.0f} %" for each in zip(*operated, strict=True)]
     return [
         title,
         spread_text(row["begins"] for row in rows),
         *map(early, EARLY),
         spread_text(row["tuned"]["success_rate"] for row in rows),
         ", ".join(rate_text(row["tuned"]) for row in rows),
+        ", ".join(means),
         mean_text((row["env_steps"] / 1e3 for row in rows), 0),
         mean_text((row["seconds"] / 60 for row in rows), 1),
     ]

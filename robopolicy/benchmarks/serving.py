@@ -1,9 +1,9 @@
 """Latency and throughput of a policy server with and without recording, two server processes taking turns.
 
 Robots ask at the pace of their chunks, each with a camera and a state, and to the server that records they report the
-steps in between, as `drive` does; then as fast as answers come. Both servers run all the time, and the idle one waits.
-The policy is not trained: its answers take as long. Percentiles are of all rounds together; throughput is the median
-over rounds, and so is its ratio.
+steps in between, as `drive` does; then as fast as answers come, with eight steps to report after each: far more than
+robots can execute in that time. Both servers run all the time, and the idle one waits. Policies are not trained: their
+answers take as long. Percentiles are of all rounds together; throughput is the median over rounds, and so is its ratio.
 """
 
 import os
@@ -25,6 +25,7 @@ from robopolicy.client.protocol import EXECUTED
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ServingError
 from robopolicy.core.spec import STATE, Field
+from robopolicy.nn.configuration import DenoiserKind
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.verbs.bench import Benchmark, Table
 
@@ -35,20 +36,38 @@ PACED, FAST = 12.0, 6.0
 """Seconds of a round at the pace of the robots, and as fast as answers come."""
 FRONT = "observation.images.front"
 ARMS = ("plain", "recording")
+POLICIES: dict[str, dict[str, Any]] = {
+    "transformer": {"denoiser": DenoiserKind.TRANSFORMER, "width": 128, "depth": 4},
+    "mlp": {"width": 64},
+}
+"""A policy of the usual size, and one whose answers cost about as much as the report of eight steps."""
 STARTS_WITHIN = 300.0
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return latencies [ms] and requests per second of both servers, all rounds, and what was recorded."""
+    """Return latencies [ms] and requests per second of both servers, all rounds, and what was recorded, by policy."""
+    return {
+        "policies": {
+            name: _measured(root / name, settings, config.bench.rounds) for name, settings in POLICIES.items()
+        },
+        "rounds": config.bench.rounds,
+        "robots": ROBOTS,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def _measured(root: Path, settings: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+    """Return the figures of one policy."""
     checkpoint = root / "checkpoint"
     fields = {STATE: Field((8,)), FRONT: Field((IMAGE, IMAGE, 3), "uint8", 0, 255)}
-    settings = DenoisingPolicyConfig(width=64, chunk=CHUNK, prediction_steps=2 * CHUNK, sampling_steps=10)
-    DenoisingPolicy(settings, fields, Field((7,), low=-1.0, high=1.0), fps=FPS).save(checkpoint)
+    policy = DenoisingPolicyConfig(**settings, chunk=CHUNK, prediction_steps=2 * CHUNK, sampling_steps=10)
+    DenoisingPolicy(policy, fields, Field((7,), low=-1.0, high=1.0), fps=FPS).save(checkpoint)
     latencies: dict[str, list[float]] = {arm: [] for arm in ARMS}
     rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
     with served(checkpoint) as plain, served(checkpoint, f"serve.record={root / 'data'}") as recording:
         ports = dict(zip(ARMS, (plain, recording), strict=True))
-        for number in range(config.bench.rounds + 1):
+        for number in range(rounds + 1):
             if number == 1:
                 wait_for_writer(recording)
             for arm in ARMS if number % 2 else reversed(ARMS):
@@ -62,10 +81,6 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
         "arms": {arm: figures_of(latencies[arm], rates[arm]) for arm in ARMS},
         "ratio": float(np.median(np.divide(rates["recording"], rates["plain"]))),
         **steps,
-        "rounds": config.bench.rounds,
-        "robots": ROBOTS,
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
     }
 
 
@@ -171,17 +186,27 @@ def robot(port: int, seconds: float, every: float, offset: float, latencies: lis
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return one line per server."""
-    header = ["server", "p50 ms", "p99 ms", "paced requests", "requests/s"]
-    lines = [
-        [arm, f"{row['p50']:.1f}", f"{row['p99']:.1f}", f"{row['requests']}", f"{row['per_second']:.1f}"]
-        for arm, row in figures["arms"].items()
+    """Return one line per policy and server."""
+    header = [
+        "policy",
+        "server",
+        "p50 ms",
+        "p99 ms",
+        "paced requests",
+        "requests/s",
+        "x plain",
+        "steps recorded",
+        "lost",
     ]
-    title = (
-        f"{figures['robots']} robots, {figures['recorded_steps']} steps recorded, "
-        f"{figures['record_dropped_steps']} lost; throughput x {figures['ratio']:.2f} "
-        f"({figures['cores']} cores, load {figures['load']:.1f})"
-    )
+    lines = []
+    for name, part in figures["policies"].items():
+        for arm, row in part["arms"].items():
+            is_plain = arm == ARMS[0]
+            recorded = part["recorded_steps"], part["record_dropped_steps"]
+            more = ["", "", ""] if is_plain else [f"{part['ratio']:.2f}", *(f"{each:,}" for each in recorded)]
+            numbers = f"{row['p50']:.1f}", f"{row['p99']:.1f}", f"{row['requests']}", f"{row['per_second']:.1f}"
+            lines.append([name, arm, *numbers, *more])
+    title = f"{figures['robots']} robots, {figures['cores']} cores, load {figures['load']:.1f}"
     return [Table(title, header, lines)]
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
@@ -112,13 +113,32 @@ def renamed(kind: type) -> dict[str, str]:
     return _of_classes(kind, "RENAMED")
 
 
+@cache
+def _enumerations(kind: type) -> dict[str, Any]:
+    """Return the annotations of a dataclass's settings whose values are members of an enumeration, by setting."""
+    hints = typing.get_type_hints(kind)
+    return {
+        item.name: hints[item.name]
+        for item in fields(cast(Any, kind))
+        if any(isinstance(each, type) and issubclass(each, Enum) for each in _alternatives(hints[item.name]))
+    }
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
 class _AcceptsFormerNames(type):
-    """Class of classes whose constructor accepts the former names of settings."""
+    """Class of classes whose constructor accepts former names of settings, and enumerations by their texts."""
 
     if not TYPE_CHECKING:  # a checker reads the constructor of each dataclass, which has the present names only
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            return super().__call__(*args, **with_present_arguments(cls.__name__, renamed(cls), kwargs))
+            kwargs = with_present_arguments(cls.__name__, renamed(cls), kwargs)
+            for name, hint in _enumerations(cls).items():
+                if isinstance(kwargs.get(name), str):
+                    kwargs[name] = _convert(hint, kwargs[name], f"{cls.__name__}.{name}")
+            return super().__call__(*args, **kwargs)
 
         @property
         def __signature__(cls) -> inspect.Signature:
@@ -128,7 +148,8 @@ class _AcceptsFormerNames(type):
 
 class FormerNames(metaclass=_AcceptsFormerNames):
     """Base of dataclasses of settings: former names of settings (see `renamed`) work for one release, as arguments of
-    the constructor and as attributes, each with a DeprecationWarning.
+    the constructor and as attributes, each with a DeprecationWarning. Arguments may be the texts of enumerations, as in
+    recipes: denoiser="unet"; another text raises ConfigError.
     """
 
     def __getattr__(self, name: str) -> Any:

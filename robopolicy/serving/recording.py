@@ -11,6 +11,7 @@ the other one writes what it has, including unfinished episodes, and ends. Needs
 process needs the complete package. Axes: P planned step, A action dimension.
 """
 
+import fcntl
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ WAITING = 256 * 2**20
 """Maximum bytes of steps that wait to be written; further ones are dropped."""
 STARTS_WITHIN = 120.0
 """Seconds within which the writing process must have started, on a busy machine too."""
+PIPE = 2**20
+"""Bytes that the pipe to the writing process holds, Linux's largest without privileges: a full one costs switches."""
 ENDS_WITHIN = 60.0
 """Seconds that `close` waits for the writing process, which then goes on alone."""
 
@@ -91,6 +95,9 @@ class RobotRecorder:
             process_group=0,  # Ctrl-C is for us; in a session of its own its niceness would not count
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        if hasattr(fcntl, "F_SETPIPE_SZ") and self._process.stdin is not None:
+            with suppress(OSError):  # all pipes of a user share a limit
+                fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, PIPE)
         self._put({"description": dict(description), "limit": limit}, 0)
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._send, self._listen)]
         for thread in self._threads:

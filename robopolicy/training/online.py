@@ -256,7 +256,7 @@ class Online:
         self.wave += 1
         player.start_batch(episode_seeds(seed, f"online/{self.wave}", count))
         self.explorer.ahead = None
-        first, updates = self.episodes, self.updates
+        first, updates, stored = self.episodes, self.updates, len(self.experience)
         successes = np.zeros(rows, dtype=bool)
         self.episodes += count
         turns: list[tuple[Tensor, Tensor]] = []
@@ -276,6 +276,8 @@ class Online:
         self.experience.tell(turns, rows)
         columns, generators = self.experience.columns, self.generators
         self.figures |= self.policy.learn_beside(columns, len(self.experience), self.updates - updates, generators)
+        if (operated := columns.get(INTERVENED)) is not None:  # fraction of chunks in which an operator acted
+            self.figures[INTERVENED] = operated[stored : len(self.experience)].float().mean()
         self.log(float(successes[:count].mean()))
 
     @property

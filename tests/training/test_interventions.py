@@ -118,6 +118,9 @@ def test_a_killed_run_goes_on_to_the_same_result(tmp_path):
     whole = run(tmp_path / "whole")
     assert run(tmp_path / "killed", stop_at=2) is None
     assert torch.equal(whole, run(tmp_path / "killed"))
+    lines = [RunFolder(tmp_path / name).metrics() for name in ("whole", "killed")]
+    first, second = ([each["intervened"] for each in part if "intervened" in each] for part in lines)
+    assert first == second and 0.4 < np.mean(first) < 0.8  # an operator acts in two chunks of three
 
 
 def test_noise_is_nothing_that_an_operator_can_do():

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Natural, NonNegative, Positive
+from robopolicy.core.structured import FormerNames
 from robopolicy.nn.configuration import ActionTokens, ImageEncoderConfig, NormalizationMode
 
 LONGEST = 10_000
@@ -40,7 +41,7 @@ class DecodeSchedule(Enum):
 
 
 @dataclass(frozen=True)
-class TokenConfig:
+class TokenConfig(FormerNames):
     """Settings of the language model and its action tokens."""
 
     actions: ActionTokens = ActionTokens.BINS
@@ -121,7 +122,7 @@ class TokenConfig:
 
 
 @dataclass(frozen=True)
-class TokenPolicyConfig:
+class TokenPolicyConfig(FormerNames):
     """Settings of a language-conditioned policy over action tokens.
 
     Images are encoded as set by token.vision; of `image` only random_shift is used.
