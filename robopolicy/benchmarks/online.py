@@ -105,10 +105,10 @@ def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict
     early_success = {
         str(each["updates"]): each["deterministic_success"] for each in evaluations if each.get("updates") in EARLY
     }
-    operated = [each["intervened"] for each in records if "intervened" in each]
+    fractions = [each["intervened"] for each in records if "intervened" in each]
     return {
         **results,
-        **({"operated": [operated[0], operated[len(operated) // 2], operated[-1]]} if operated else {}),
+        **({"operated": [fractions[0], fractions[len(fractions) // 2], fractions[-1]]} if fractions else {}),
         "begins": first_rate,
         "early": early_success,
         "curve": curve,
@@ -158,8 +158,8 @@ def _line(title: str, rows: list[Mapping[str, Any]]) -> list[str]:
         rates = [row["early"][str(count)] for row in rows if str(count) in row["early"]]
         return f"{100 * sum(rates) / len(rates):.1f} %" if rates else ""
 
-    operated = [row["operated"] for row in rows if "operated" in row]
-    means = [f"{100 * sum(each) / len(each):.0f} %" for each in zip(*operated, strict=True)]
+    fractions = [row["operated"] for row in rows if "operated" in row]
+    means = [f"{100 * sum(each) / len(each):.0f} %" for each in zip(*fractions, strict=True)]
     return [
         title,
         spread_text(row["begins"] for row in rows),

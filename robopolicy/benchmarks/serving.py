@@ -202,8 +202,8 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
     for name, part in figures["policies"].items():
         for arm, row in part["arms"].items():
             is_plain = arm == ARMS[0]
-            recorded = part["recorded_steps"], part["record_dropped_steps"]
-            more = ["", "", ""] if is_plain else [f"{part['ratio']:.2f}", *(f"{each:,}" for each in recorded)]
+            counts = part["recorded_steps"], part["record_dropped_steps"]
+            more = ["", "", ""] if is_plain else [f"{part['ratio']:.2f}", *(f"{each:,}" for each in counts)]
             numbers = f"{row['p50']:.1f}", f"{row['p99']:.1f}", f"{row['requests']}", f"{row['per_second']:.1f}"
             lines.append([name, arm, *numbers, *more])
     title = f"{figures['robots']} robots, {figures['cores']} cores, load {figures['load']:.1f}"

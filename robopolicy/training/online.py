@@ -256,7 +256,8 @@ class Online:
         self.wave += 1
         player.start_batch(episode_seeds(seed, f"online/{self.wave}", count))
         self.explorer.ahead = None
-        first, updates, stored = self.episodes, self.updates, len(self.experience)
+        first, size = self.episodes, len(self.experience)
+        updates = self.updates
         successes = np.zeros(rows, dtype=bool)
         self.episodes += count
         turns: list[tuple[Tensor, Tensor]] = []
@@ -276,8 +277,8 @@ class Online:
         self.experience.tell(turns, rows)
         columns, generators = self.experience.columns, self.generators
         self.figures |= self.policy.learn_beside(columns, len(self.experience), self.updates - updates, generators)
-        if (operated := columns.get(INTERVENED)) is not None:  # fraction of chunks in which an operator acted
-            self.figures[INTERVENED] = operated[stored : len(self.experience)].float().mean()
+        if (by_operator := columns.get(INTERVENED)) is not None:  # fraction of chunks in which an operator acted
+            self.figures[INTERVENED] = by_operator[size : len(self.experience)].float().mean()
         self.log(float(successes[:count].mean()))
 
     @property

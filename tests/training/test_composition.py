@@ -158,9 +158,9 @@ def play(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: value for name, value in stats.items() if not math.isfinite(value)} == {}
     assert all(bool(parameter.isfinite().all()) for parameter in policy.parameters())
     changed = any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
-    # Nothing is followed with auxiliary losses alone ("none"), nor where a credit keeps only steps without an advantage.
-    followed = combination.other.name != "none" and any(bool(each.any()) for each in advantages)
-    assert changed == followed
+    # Nothing is followed with auxiliary losses alone ("none"), nor where a credit keeps no step with an advantage.
+    is_followed = combination.other.name != "none" and any(bool(each.any()) for each in advantages)
+    assert changed == is_followed
 
 
 @pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.name)
