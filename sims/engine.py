@@ -36,9 +36,10 @@ from robopolicy.core.spec import (
 from robopolicy.core.stages import Stage
 from robopolicy.core.world import Rows, Snapshot, Step
 from sims.instructions import PLAIN, TRAINING, instruction_set
-from sims.physics.protocol import Physics, make_physics, state_layout
+from sims.physics.protocol import Physics, PhysicsOfModels, make_physics, state_layout
 from sims.render import FREE_CAMERA, FrameRenderer, restyle
 from sims.task import Markers, Readings, Task, model_path
+from sims.variations.protocol import OPTION, Variation
 
 REWARDS = ("progress", "success")
 
@@ -71,11 +72,12 @@ class MujocoWorld:
     cameras whose images are part of the observation; image_size: their size, see `core.spec.image_sizes`; threads:
     native threads, default one per usable core; terminate_on_success: False continues an episode to its time limit;
     style: 0 for the scene's own materials and lights, other numbers for variations of them (see `render`), with the
-    same physics; instructions, phrasing: subset of the task's instructions, and their wording (see `wording`); physics,
-    physics_options: engine that advances the state and its own options, see `sims.physics.protocol`; substeps: physics
-    steps per control step, None for the task's own: fewer are cheaper and less accurate; horizon: control steps after
-    which an episode is truncated, None for the task's own. `reset` options: "uniforms"
-    [R, task.uniforms], random numbers of the initial state instead of those from a seed; "task" [R], indices of the
+    same physics; variation: factors of variation of the episodes, see `sims.variations`; instructions, phrasing: subset
+    of the task's instructions, and their wording (see `wording`); physics, physics_options: engine that advances the
+    state and its own options, see `sims.physics.protocol`; substeps: physics steps per control step, None for the
+    task's own: fewer are cheaper and less accurate; horizon: control steps after which an episode is truncated, None
+    for the task's own. `reset` options: "uniforms" [R, task.uniforms], random numbers of the initial state instead of
+    those from a seed; "task" [R], indices of the
     spec's instructions, -1 for the one from the seed. Raises CameraError on an unknown camera, ConfigError on sizes
     below 1, and the errors of `load_model`, `state_layout` and `wording`.
     """
@@ -92,6 +94,7 @@ class MujocoWorld:
         threads: int | None = None,
         terminate_on_success: bool = True,
         style: int = 0,
+        variation: Mapping[str, Any] | None = None,
         instructions: str = TRAINING,
         phrasing: str = PLAIN,
         physics: str = "native",
@@ -112,6 +115,7 @@ class MujocoWorld:
         self.model = load_model(task, self.substeps)
         if style:
             restyle(self.model, style)
+        self._variation = Variation(variation, self.model, task.name, batch_size)
         self._layout = state_layout(self.model)
         self._batch_size, self._history = batch_size, history
         self._sizes = image_sizes(cameras, image_size)
@@ -142,6 +146,7 @@ class MujocoWorld:
             for index in range(self.model.nsensor)
         }
         self._renderer = FrameRenderer(self.model)
+        self._require_models()
 
     @property
     def spec(self) -> WorldSpec:
@@ -211,7 +216,7 @@ class MujocoWorld:
         numbers = np.asarray(task_draws if numbers is None else numbers, dtype=np.float64)
         if numbers.shape != (len(index), self.task.uniforms):
             raise SpecError(f"uniforms have shape {numbers.shape}, expected [{len(index)}, {self.task.uniforms}].")
-        self._start(index, numbers, wording_draws, instruction)
+        self._start(index, seeds, numbers, wording_draws, instruction)
         return self._episodes.observation()
 
     def _instructed(self, asked: np.ndarray, drawn: np.ndarray) -> np.ndarray:
@@ -228,11 +233,16 @@ class MujocoWorld:
         return np.where(asked < 0, drawn, asked)
 
     def _start(
-        self, index: np.ndarray, numbers: np.ndarray, spoken: np.ndarray, asked: np.ndarray | Sequence[int] | None
+        self,
+        index: np.ndarray,
+        seeds: np.ndarray,
+        numbers: np.ndarray,
+        spoken: np.ndarray,
+        asked: np.ndarray | Sequence[int] | None,
     ) -> None:
         """Start rows `index` [R] from random numbers [R, task.uniforms] and, for the instruction, [R, 2].
 
-        asked: instructions [R], -1 for the sampled ones.
+        seeds: [R], for the variation; asked: instructions [R], -1 for the sampled ones.
         """
         model = self.model
         layout = self._layout
@@ -240,6 +250,7 @@ class MujocoWorld:
         start = self.task.start(numbers)
         state = np.zeros((count, layout.size))
         state[:, layout.qpos] = start.qpos
+        self._variation.place(state[:, layout.qpos], seeds)
         if start.qvel is not None:
             state[:, layout.qvel] = start.qvel
         if start.activation is not None:
@@ -251,10 +262,12 @@ class MujocoWorld:
             instruction = self._instructed(np.asarray(asked), instruction)
         sensors = np.zeros((count, 1, model.nsensordata))
         if model.nsensordata:  # the first physics step evaluates its sensors at the state it starts from
-            _, sensors = self._simulate(state, control[:, None], 1)
+            _, sensors = self._simulate(state, control[:, None], 1, seeds)
         observed = self._observe(state[:, None], control[:, None], goal, sensors)
-        images = {key: image[:, None] for key, image in self._images(state, goal).items()}
+        images = {key: image[:, None] for key, image in self._images(state, goal, seeds).items()}
         own_arrays = {"state": state, "control": control, "goal": goal}
+        if self._variation:
+            own_arrays[OPTION] = seeds
         self._episodes.start(index, {**observed, **images}, instruction=instruction, own=own_arrays)
 
     def step(self, actions: np.ndarray) -> Step:
@@ -278,7 +291,8 @@ class MujocoWorld:
         arrays = self._episodes.arrays
         before, goal = arrays["state"][index], arrays["goal"][index]
         control = task.control(actions, arrays["control"][index])
-        states, sensors = self._simulate(before, control, self.substeps)
+        seeds = self._seeds(index)
+        states, sensors = self._simulate(before, control, self.substeps, seeds)
         self._check(np.arange(self._batch_size)[index], before, states)
         observed = self._observe(states, control, goal, sensors)
 
@@ -291,7 +305,7 @@ class MujocoWorld:
 
         rewards = {"progress": np.diff(potential, axis=1) * advanced.live, "success": advanced.first.astype(np.float64)}
         trace = episodes.trace(index, observed, advanced.length)
-        images = self._image_history(index, states, goal, advanced.length)
+        images = self._image_history(index, states, goal, seeds, advanced.length)
         episodes.update_history(index, path, advanced.length)
         for key, value in images.items():
             arrays[f"history/{key}"][index] = value
@@ -303,15 +317,36 @@ class MujocoWorld:
 
     # -- physics and observation ---------------------------------------------------------------------------------
 
-    def _simulate(self, state: np.ndarray, control: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
+    def _require_models(self) -> None:
+        """Raise ConfigError when episodes vary in their physics and the engine has one model for all rows."""
+        if self._variation.physics_by_episode and not isinstance(self._physics, PhysicsOfModels):
+            self.close()
+            raise ConfigError(
+                f"world.options.physics={self._physics_name} simulates all episodes with one model: give each physical "
+                f"factor of world.options.{OPTION} one value instead of a range, or use world.options.physics=native."
+            )
+
+    def _seeds(self, index: slice | np.ndarray) -> np.ndarray:
+        """Return the seeds [R] of the variation of the rows `index`; zeros without one."""
+        if self._variation:
+            return self._episodes.arrays[OPTION][index]
+        return np.zeros(self._batch_size, dtype=np.int64)[index]
+
+    def _simulate(
+        self, state: np.ndarray, control: np.ndarray, every: int, seeds: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Advance [R, nstate] by controls [R, C, nu] of `every` physics steps each; returns states [R, C, nstate],
         sensors [R, C, nsensordata].
 
+        seeds: [R], of the variation.
         Raises ConfigError when the world is closed, SpecError when the physics engine returns other shapes.
         """
         if self._physics is None:
             raise ConfigError("This world is closed: create a new one.")
-        states, sensors = self._physics.advance(state, control, every)
+        if self._variation.physics_by_episode and isinstance(self._physics, PhysicsOfModels):
+            states, sensors = self._physics.advance_each(self._variation.models(seeds), state, control, every)
+        else:
+            states, sensors = self._physics.advance(state, control, every)
         rows = control.shape[:2]
         expected = (*rows, self._layout.size), (*rows, self.model.nsensordata)
         if (states.shape, sensors.shape) != expected:
@@ -365,14 +400,22 @@ class MujocoWorld:
             return np.repeat(goal[:, None], states.shape[1], axis=1)
         return self.task.goal_at(goal, states[..., 0])  # MuJoCo's time; an episode begins at 0
 
-    def _images(self, states: np.ndarray, goal: np.ndarray) -> dict[str, np.ndarray]:
-        """Render every observation camera for states [R, nstate] and goals [R, G]; returns {} without cameras."""
+    def _images(self, states: np.ndarray, goal: np.ndarray, seeds: np.ndarray) -> dict[str, np.ndarray]:
+        """Render every observation camera for states [R, nstate], goals [R, G] and seeds of the variation [R]; returns
+        {} without cameras.
+        """
         return {
-            IMAGE_PREFIX + camera: self._frames(states, goal, camera, *size) for camera, size in self._sizes.items()
+            IMAGE_PREFIX + camera: self._frames(states, goal, seeds, camera, *size)
+            for camera, size in self._sizes.items()
         }
 
     def _image_history(
-        self, index: slice | np.ndarray, states: np.ndarray, goal: np.ndarray, length: np.ndarray
+        self,
+        index: slice | np.ndarray,
+        states: np.ndarray,
+        goal: np.ndarray,
+        seeds: np.ndarray,
+        length: np.ndarray,
     ) -> dict[str, np.ndarray]:
         """Return the images [R, H, ...] after `length` [R] steps of a chunk, rendering only frames in the history."""
         histories: dict[str, np.ndarray] = {}
@@ -381,18 +424,20 @@ class MujocoWorld:
             def draw(
                 row: np.ndarray, step: np.ndarray, camera: str = camera, size: tuple[int, int] = size
             ) -> np.ndarray:
-                return self._frames(states[row, step], goal[row], camera, *size)
+                return self._frames(states[row, step], goal[row], seeds[row], camera, *size)
 
             key = IMAGE_PREFIX + camera
             histories[key] = shift_drawn_window(self._episodes.arrays[f"history/{key}"][index], length, draw)
         return histories
 
-    def _frames(self, states: np.ndarray, goal: np.ndarray, camera: str, height: int, width: int) -> np.ndarray:
+    def _frames(
+        self, states: np.ndarray, goal: np.ndarray, seeds: np.ndarray, camera: str, height: int, width: int
+    ) -> np.ndarray:
         qpos = states[:, self._layout.qpos]
         markers: Markers | None = None
         if self.task.markers:
             markers = self.task.markers(self._goals(goal, states[:, None])[:, 0])
-        return self._renderer.frames(qpos, markers, camera, height, width)
+        return self._renderer.frames(qpos, markers, camera, height, width, self._variation.looks(seeds))
 
     # -- snapshots and images ----------------------------------------------------------------------------------
 
@@ -424,7 +469,7 @@ class MujocoWorld:
             raise ConfigError(
                 f"Task '{self.task.name}' has no camera '{camera}'.{did_you_mean(camera, self.task.cameras)}"
             )
-        return self._frames(arrays["state"][index], arrays["goal"][index], camera, height, width)
+        return self._frames(arrays["state"][index], arrays["goal"][index], self._seeds(index), camera, height, width)
 
     def close(self) -> None:
         """Free threads and render contexts; closing twice is harmless."""

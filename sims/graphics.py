@@ -5,7 +5,8 @@
 import atexit
 import contextlib
 import weakref
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import mujoco
 
@@ -51,3 +52,12 @@ def without_shadows(renderer: mujoco.Renderer) -> None:
     """Draw the present scene of `renderer` without shadows and reflections."""
     renderer.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
     renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+
+
+def upload_textures(renderer: mujoco.Renderer, model: mujoco.MjModel, textures: Iterable[int]) -> None:
+    """Send textures, by number, of a variation of the renderer's model to its graphics context."""
+    context: Any = renderer
+    if context._gl_context:
+        context._gl_context.make_current()
+    for texture in textures:
+        mujoco.mjr_uploadTexture(model, context._mjr_context, texture)

@@ -209,7 +209,7 @@ def test_every_option_of_every_world_is_explained():
 
 
 def test_the_success_and_reward_of_the_guide_to_simulators_are_what_a_world_asks_for(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(blocks(SIMULATORS, "python")[0])
+    (tmp_path / "mine.py").write_text(next(each for each in blocks(SIMULATORS, "python") if "on_target" in each))
     monkeypatch.syspath_prepend(str(tmp_path))
     given = {"success": "mine:on_target", "reward": "mine:potential", "terminate_on_success": False}
     world = make_gymnasium_world("Reacher-v5", 2, **given)

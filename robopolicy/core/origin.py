@@ -180,11 +180,11 @@ def _wrong_option(name: str, value: Any, left: list[int], depth: int = 0) -> str
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Yield every string inside nested mappings and lists."""
+    """Yield every string inside nested mappings, of which keys too may name classes, and lists."""
     if isinstance(value, str):
         yield value
     elif is_mapping(value):
-        yield from texts([*value.values()])
+        yield from texts([*value, *value.values()])
     elif is_sequence(value):
         for inner in value:
             yield from texts(inner)

@@ -27,6 +27,7 @@ from robopolicy.evaluation.tables import (
     specification_table,
     stage_rows,
     task_table,
+    variation_table,
     way_rows,
     ways_header,
 )
@@ -261,6 +262,13 @@ def _add_language(report: Report, result: Mapping[str, Any]) -> None:
             "conditions on language fails; with a paraphrase, one that understands it succeeds as before."
         )
         report.sections.append(Section("Language conditioning", caption, header=header, rows=rows))
+    if "variations" in result:
+        header, rows = variation_table(result["variations"])
+        caption = (
+            "One factor of the scene at a time, from the same initial states. Intervals are Wilson's 95 % intervals; "
+            "differences are to the scene as it is, paired by episode."
+        )
+        report.sections.append(Section("Factors of variation", caption, header=header, rows=rows))
 
 
 def _add_gate(report: Report, result: Mapping[str, Any]) -> None:
@@ -453,6 +461,9 @@ def _add_rankings(report: Report, models: Mapping[str, Mapping[str, Any]]) -> No
     warnings = dict.fromkeys(warning for result in models.values() for warning in result["warnings"])
     caption = " ".join(["In brackets: bootstrap interval over policies.", *warnings])
     report.sections.append(Section("Agreement", caption, header=header, rows=rows))
+    if lines := varied_agreement(models):
+        caption = "The same policies and initial states under one factor of the scene at a time."
+        report.sections.append(Section("Agreement by factor of variation", caption, header=header, rows=lines))
     if any("calibrated" in result for result in models.values()):
         header, rows = calibrated_table(models)
         caption = (
@@ -500,6 +511,16 @@ def agreement(models: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[
     return header, [
         [name, *(_estimate(estimate) for estimate in result["statistics"].values())] for name, result in models.items()
     ]
+
+
+def varied_agreement(models: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Return lines as `agreement`: one per world model and factor of variation, without those of the scene as it is."""
+    results = {
+        f"{name}, {label}": figures
+        for name, result in models.items()
+        for label, figures in result.get("variations", {}).items()
+    }
+    return agreement(results)[1] if results else []
 
 
 def calibrated_table(models: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

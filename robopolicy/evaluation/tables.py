@@ -118,6 +118,25 @@ def control_table(controls: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tu
     return header, rows
 
 
+def variation_table(variations: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows: one factor of variation of a policy per row, below the scene as it is.
+
+    variations: policy -> factor with its value -> summary of an evaluation, with its difference to the scene as it is.
+    """
+    header = ["policy", "factor", "deterministic", "difference"]
+    rows = [
+        [
+            name,
+            label,
+            evaluation_text(figures),
+            difference_text(figures["difference"]) if "difference" in figures else "",
+        ]
+        for name, figures_of_label in variations.items()
+        for label, figures in figures_of_label.items()
+    ]
+    return header, rows
+
+
 def difference_text(difference: Mapping[str, Any]) -> str:
     """Return a paired difference from `compare(...).to_json()` as text, in points of success or as return."""
     by, low, high = (difference[key] for key in ("difference", "low", "high"))

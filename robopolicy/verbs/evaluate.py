@@ -8,8 +8,9 @@ evaluate.latency_steps=N gives every policy call a latency of N control steps; e
 executes chunks meanwhile. plan.model=CHECKPOINT evaluates the policy with planning in a world model, and without it for
 comparison; with plan.kind=cem and no policy, the planner alone. evaluate.reference_dataset=DATASET normalises returns
 between those of uniform random actions and of the expert. "evaluate.specification='G[0,8](abs(cube_y) < 0.4)'" (both
-quotes) measures the episodes by a formula of signal temporal logic. workers.count=N plays batches of world.batch_size
-episodes in N processes, with equal results.
+quotes) measures the episodes by a formula of signal temporal logic. evaluate.variations=[colour,mass] evaluates under
+one factor of variation of the scene after another, from the same initial states. workers.count=N plays batches of
+world.batch_size episodes in N processes, with equal results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,14 +52,15 @@ from robopolicy.evaluation.success import (
     evaluate_both_modes,
     evaluate_policy,
 )
-from robopolicy.evaluation.tables import difference_text
+from robopolicy.evaluation.tables import difference_text, variation_table
 from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
 from robopolicy.inference.configuration import CHUNKINGS, SYNCHRONOUS
 from robopolicy.policies.loading import checkpoint_in
-from robopolicy.runs import decisive, finish, open_fresh_run, output
+from robopolicy.runs import decisive, finish, open_fresh_run, output, print_table
 from robopolicy.verbs.job import evaluation_seeds, normalised, print_evaluations, record_video
 from robopolicy.verbs.unfinished import hashes, source_of
 from robopolicy.verbs.verb import Verb
+from sims.variations.protocol import sweep
 from worldmodels.configuration import CANDIDATES
 
 VERB = Verb(
@@ -70,6 +72,8 @@ VERB = Verb(
     world_from={"evaluate.policy": ""},
     resumes=True,
 )
+VARIATIONS, UNVARIED = "evaluate.variations", "none"
+"""Name of the setting, and label of the evaluation without its factors."""
 WAVES = "waves.jsonl"
 """File of the batches played so far, until there is a result."""
 
@@ -98,6 +102,51 @@ def controlled(
         return evaluate_policy(world, told, beside.seeds, **options, players=elsewhere)
 
     return evaluate_controls(policy, world.spec, controls_of(world.spec, names), beside, play)
+
+
+def evaluated_under_variations(
+    config: Config,
+    name: str,
+    policy: Policy,
+    beside: EvaluationResult,
+    device: torch.device,
+    kept: SavedBatches,
+    players: Callable[[Config], BatchPlayers | None],
+) -> dict[str, dict[str, Any]]:
+    """Evaluate `policy` under each of evaluate.variations, without noise and on the seeds of `beside`.
+
+    Returns factor with its value -> summary, with the paired difference to `beside`; the first entry is `beside`. Empty
+    without variations. players: configuration -> the workers that play in its world.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    for label, variation in sweep(config.evaluate.variations, VARIATIONS).items():
+        varied_config = config.replaced(world=config.world.varied_by(variation))
+        world = world_for(varied_config, policy, device)
+        acting, _ = delayed(config.evaluate, adapt_policy_to_world(world, policy))
+        instructed = with_instruction(acting, config.evaluate.instruction, world.spec)
+        options = {"generator_seed": config.run.seed, "device": device, "label": f"{name}, {label}", "kept": kept}
+        result = evaluate_policy(world, instructed, beside.seeds, **options, players=players(varied_config))
+        results[label] = {**result.summary(), "difference": compare(beside, result).to_json()}
+        world.close()
+    return {UNVARIED: beside.summary(), **results} if results else {}
+
+
+def varied_players(
+    workers: Workers, given: Mapping[str, Any], instruction: str
+) -> Callable[[Config], BatchPlayers | None]:
+    """Return a function configuration -> the workers that play the policy `given` in its world."""
+
+    def players(config: Config) -> BatchPlayers | None:
+        return Workers(config, workers.pool).players("robopolicy.verbs.evaluate:in_worker", **given, told=instruction)
+
+    return players
+
+
+def require_variations(config: Config, policy: Policy, device: torch.device) -> None:
+    """Raise ConfigError, before any episode is played, unless the world can vary in all of evaluate.variations."""
+    for variation in sweep(config.evaluate.variations, VARIATIONS).values():
+        section = config.world.varied_by(variation)
+        build_world(section, policy, batch_size=1, seed=config.run.seed, device=device).close()
 
 
 def conditions(section: EvaluateSection) -> dict[str, str]:
@@ -206,6 +255,7 @@ def evaluated(config: Config, workers: Workers) -> int:
     policies = {
         name: loaded(config, path, name == "policy", device) for name, path in paths.items() if path is not None
     }
+    require_variations(config, next(iter(policies.values())), device)
     seeds = evaluation_seeds(config, section.episodes)
     anchors = None if section.reference_dataset is None else read_anchors(section.reference_dataset)
     folder = open_fresh_run(config, "evaluate", VERB.sections)
@@ -213,6 +263,7 @@ def evaluated(config: Config, workers: Workers) -> int:
     result: dict[str, Any] = {}
     verdicts: dict[str, PolicyEvaluation] = {}
     controls: dict[str, dict[str, Control]] = {}
+    variations: dict[str, dict[str, dict[str, Any]]] = {}
     for name, policy in policies.items():
         world = world_for(config, policy, device)
         require_time_to_act(section, world)
@@ -229,6 +280,8 @@ def evaluated(config: Config, workers: Workers) -> int:
         beside, told = verdicts[name].deterministic, lambda told, players=players: players(told=told)
         controls[name] = controlled(config, world, acting, beside, device, name, cache, told)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
+        played_by = varied_players(workers, given, section.instruction)
+        variations[name] = evaluated_under_variations(config, name, policies[name], beside, device, cache, played_by)
         record_video(world, policy, seeds[: section.videos], folder, name, device)
         world.close()
     if len(verdicts) > 1:
@@ -239,6 +292,8 @@ def evaluated(config: Config, workers: Workers) -> int:
             name: {control: each.to_json() for control, each in results.items()} for name, results in controls.items()
         }
         result["controls"] = control_results
+    if any(variations.values()):
+        result["variations"] = variations
     if special := conditions(section):
         result["conditions"] = special
         output.print(
@@ -248,6 +303,8 @@ def evaluated(config: Config, workers: Workers) -> int:
     if "difference" in result:
         output.print(f"Difference to {next(iter(verdicts))}: {difference_text(result['difference'])}", soft_wrap=True)
     print_controls(controls)
+    if "variations" in result:
+        print_table("Success by factor of variation", *variation_table(variations))
     finish(config, folder, result | normalised(verdicts, anchors))
     cache.remove()
     output.print(f"Report: {report_for_run(folder.path)}")

@@ -5,7 +5,8 @@ model. Give checkpoints of independently trained policies, from robopolicy or Le
 scripted expert (or collect.controller) at several noise levels is ranked with them unless rank.noise=[].
 rank.models=[A,B,...], of any kinds, defaults to the output of `worldmodel` with the same name and seed. rank.trials=20
 plays only so many episodes in the simulator and estimates success from them and the model's episodes together, with an
-interval, and says how many trials alone would do as well.
+interval, and says how many trials alone would do as well. rank.variations=[colour,mass] repeats the ranking under one
+factor of variation of the scene after another.
 workers.count=N plays batches of world.batch_size episodes in N processes, with equal results.
 """
 
@@ -26,11 +27,12 @@ from robopolicy.core.randomness import derive_seed, numpy_generator
 from robopolicy.core.world import Controller, World
 from robopolicy.evaluation.few_trials import calibrated
 from robopolicy.evaluation.ranking import RankingResult, rank
-from robopolicy.evaluation.report import agreement, calibrated_table, report_for_run
+from robopolicy.evaluation.report import agreement, calibrated_table, report_for_run, varied_agreement
 from robopolicy.evaluation.success import Evaluation, EvaluationResult, evaluate_policy, require_success
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table, runs_of
 from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
+from sims.variations.protocol import sweep
 from worldmodels.checkpoint import kind_of, load_world_model
 from worldmodels.protocol import DecoderFree
 from worldmodels.readout import HasReadout
@@ -41,6 +43,8 @@ VERB = Verb(
     example="robopolicy rank recipe=push_cube",
     world_from={"rank.policies": "", "rank.models": "worldmodel/checkpoint"},
 )
+SIMULATOR = "simulator"
+"""Name of the world that models are compared with."""
 BOOTSTRAP = "rank/bootstrap"
 """Name of the random numbers of the intervals."""
 
@@ -56,24 +60,44 @@ def run(config: Config) -> int:
     folder = open_fresh_run(config, "rank", VERB.sections)
     candidates = load_candidates(config)
     require_seen_by_experts(models.values(), config.rank.noise)
-    model_worlds = {name: config.world.imagined_by(path) for name, path in models.items()}
-    require_fitting(config, (config.world, *model_worlds.values()), candidates)
-    with open_workers(config) as workers:
-        scores = score(config, {"simulator": config.world, **model_worlds}, candidates, workers)
-    rankings = {
-        name: rank(real=scores["simulator"], model=scores[name], generator=numpy_generator(config.run.seed, BOOTSTRAP))
-        for name in model_worlds
+    worlds = {SIMULATOR: config.world, **{name: config.world.imagined_by(path) for name, path in models.items()}}
+    variations = sweep(config.rank.variations, "rank.variations")
+    varied_worlds = {
+        label: {name: section.varied_by(variation) for name, section in worlds.items()}
+        for label, variation in variations.items()
     }
+    every_world = [section for sections in (worlds, *varied_worlds.values()) for section in sections.values()]
+    require_fitting(config, every_world, candidates)
+    with open_workers(config) as workers:
+        scores = score(config, worlds, candidates, workers)
+        varied_scores = {
+            label: score(config, sections, candidates, workers) for label, sections in varied_worlds.items()
+        }
+    rankings = ranked(config, scores)
     show(rankings)
     figures = {name: {"path": str(models[name]), **ranking.to_json()} for name, ranking in rankings.items()}
+    varied_rankings = {label: ranked(config, each) for label, each in varied_scores.items()}
+    if variations:
+        for name, each in figures.items():
+            each["variations"] = {label: under[name].to_json() for label, under in varied_rankings.items()}
+        print_table("Agreement by factor of variation", agreement(figures)[0], varied_agreement(figures))
     if config.rank.trials:
-        for name in model_worlds:
-            rates = calibrated(scores["simulator"], scores[name])
+        for name in models:
+            rates = calibrated(scores[SIMULATOR], scores[name])
             figures[name]["calibrated"] = {policy: rate.to_json() for policy, rate in rates.items()}
         print_table(f"Success from {config.rank.trials} trials and the model", *calibrated_table(figures))
     finish(config, folder, {"models": figures})
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0
+
+
+def ranked(config: Config, scores: Mapping[str, Mapping[str, EvaluationResult]]) -> dict[str, RankingResult]:
+    """Return the agreement of every model with the simulator, from world -> policy -> evaluation."""
+    return {
+        name: rank(real=scores[SIMULATOR], model=each, generator=numpy_generator(config.run.seed, BOOTSTRAP))
+        for name, each in scores.items()
+        if name != SIMULATOR
+    }
 
 
 def name_models(paths: Sequence[Path]) -> dict[str, Path]:
@@ -136,7 +160,7 @@ def score(
     asked: dict[tuple[str, str], tuple[BatchPlayers, Evaluation]] = {}
     for label, section in sections.items():
         here = Workers(config.replaced(world=section), workers.pool)
-        seeds = all_seeds if section is not config.world else all_seeds[: config.rank.trials or None]
+        seeds = all_seeds if label != SIMULATOR else all_seeds[: config.rank.trials or None]
         for name, candidate in candidates.items():
             world, actor = acting_in(config, section, name, candidate, device)
             require_success(world, "compare policies with robopolicy evaluate, which also compares returns")

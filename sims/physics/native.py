@@ -2,6 +2,8 @@
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
 
+from collections.abc import Sequence
+
 import mujoco
 import numpy as np
 from mujoco.rollout import Rollout
@@ -10,7 +12,8 @@ from sims.physics.protocol import state_layout
 
 
 class NativePhysics:
-    """Physics engine that runs on CPU threads with `mujoco.rollout`; implements `Physics`.
+    """Physics engine that runs on CPU threads with `mujoco.rollout`; implements `Physics` and
+    `PhysicsOfModels`.
 
     threads: number of threads. A row that diverges repeats its last state, so its time stands still.
     """
@@ -25,12 +28,20 @@ class NativePhysics:
 
     def advance(self, state: np.ndarray, control: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
         """Simulate C control steps: state [R, nstate], control [R, C, nu] -> [R, C, nstate], [R, C, nsensordata]."""
+        return self.advance_each(self._models[: len(state)], state, control, every)
+
+    def advance_each(
+        self, models: Sequence[mujoco.MjModel], state: np.ndarray, control: np.ndarray, every: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Implement `PhysicsOfModels.advance_each`: state [R, nstate], control [R, C, nu] -> [R, C, nstate], [R, C,
+        nsensordata].
+        """
         repeated = np.repeat(control, every, axis=1)
         count, steps = repeated.shape[:2]
         states = np.empty((count, steps, self._size))
         sensors = np.empty((count, steps, self._sensors))
         self._pool.rollout(
-            self._models[:count],
+            list(models),
             self._data,
             np.ascontiguousarray(state),
             repeated,

@@ -6,9 +6,9 @@ another package, or the import path of a class. Axes: R running row, B all rows,
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import mujoco
 import numpy as np
@@ -67,6 +67,19 @@ class Physics(Protocol):
 
     def close(self) -> None:
         """Release threads and memory; closing twice is harmless."""
+        ...
+
+
+@runtime_checkable
+class PhysicsOfModels(Protocol):
+    """A physics engine whose rows may have models of their own, of equal sizes; see `sims.variations`."""
+
+    def advance_each(
+        self, models: Sequence[mujoco.MjModel], state: np.ndarray, control: np.ndarray, every: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Simulate as `Physics.advance` does, row r with models[r]: state [R, nstate], control [R, C, nu] -> [R, C,
+        nstate], [R, C, nsensordata].
+        """
         ...
 
 

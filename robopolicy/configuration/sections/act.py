@@ -40,6 +40,10 @@ class EvaluateSection:
     """Formula of signal temporal logic, such as G[0,8](abs(cube_y) < 0.4) & F(cube_x > 0.2): the share of episodes that
     fulfil it and its mean robustness are reported too. Elements of the observed vectors by name; times in seconds.
     """
+    variations: Any = None
+    """Factors of variation of a MuJoCo task under which the policy is also evaluated, one at a time, with the same
+    initial states: [colour,mass], or with values, {mass: [0.5, 2], colour: 1}. Their difference in success is tested.
+    """
     episodes: Count = 200
     """Number of episodes per mode (deterministic and stochastic)."""
     videos: Natural = 8

@@ -142,7 +142,8 @@ class WorldSection:
     """Additional options of the world, such as world.options.style=3. In any world, latency_steps=d executes every
     action chunk d control steps late and adds the chosen but not yet executed actions to the observation, and
     faults=[slip,moved_goal,blackout,frozen_joint,latency,sensor_offset] plants one of them in a share fault_rate (.8)
-    of the episodes.
+    of the episodes. In MuJoCo tasks variation={colour: 1, mass: [0.5, 2]} varies the scene (colour, light, camera,
+    texture, distractors, size, mass, friction): one value, or a range to draw every episode's from.
     """
 
     def __post_init__(self):
@@ -158,6 +159,11 @@ class WorldSection:
     def with_own_success(self) -> "WorldSection":
         """This section without a success classifier: the world's own success counts."""
         return replace(self, success=None, success_reward=False)
+
+    def varied_by(self, variation: Mapping[str, Any]) -> "WorldSection":
+        """Return this section with these values of factors of variation, besides those that it has."""
+        own = self.options.get("variation") or {}
+        return replace(self, options={**self.options, "variation": {**own, **variation}})
 
     def imagined_by(self, model: Path) -> "WorldSection":
         """Return this section with the imagination of the world model at `model` as its world, from the same initial

@@ -195,6 +195,10 @@ class RankSection:
     """Number of these episodes that are also played in the simulator, for when real trials are dear: success is then
     estimated from the trials and all episodes in the model together. 0 plays all.
     """
+    variations: Any = None
+    """Factors of variation of a MuJoCo task, as in evaluate.variations, under which the ranking is repeated, in the
+    simulator and from its initial states in the models.
+    """
 
     def __post_init__(self) -> None:
         if self.trials > self.episodes:
