@@ -209,6 +209,20 @@ class _Running:
         return _Running(Request(*tree["request"]), snapshot=Snapshot(state) if state else None, **tree["plain"])
 
 
+@dataclass(frozen=True)
+class _State:
+    """The state of an episode before a chunk: row `place` of `states`. returned: its return so far."""
+
+    states: Snapshot
+    place: int
+    returned: float
+    request: Request
+
+
+Grow = Callable[[Rollouts], Sequence[tuple[int, int]]]
+"""Map from the episodes of all groups so far to (row, chunk before which another episode continues), [] to end."""
+
+
 class EpisodePlayer:
     """Plays requests in the rows of a world; keeps episodes in flight between two calls of `play`.
 
@@ -253,6 +267,7 @@ class EpisodePlayer:
 
     def clear(self) -> None:
         """Drop episodes in flight and waiting; the next call starts from new resets."""
+        self.states: dict[tuple[int, int], _State] | None = None
         self._vacate()
         self.waiting: deque[_Running] = deque()
         self.parts: list[dict[str, Any]] = []
@@ -297,20 +312,37 @@ class EpisodePlayer:
         version: int = 0,
         deterministic: bool = False,
         label: str = "",
+        grow: Grow | None = None,
     ) -> Rollouts:
         """Play until `groups` groups are complete (default: all that are stored or requested) and return those.
 
         Groups with the lowest numbers are returned first; others stay for the next call, complete, in flight or
-        waiting. Rows of the result are in the order in which episodes were started. extras: `episode_return` [B, T].
+        waiting. Rows of the result are in the order in which episodes were started. grow: asked, once all are played,
+        which episodes to continue from where, again and again until it names none; the state before every chunk is kept
+        so long. extras: `episode_return` [B, T].
         """
+        self.states = None if grow is None else {}
         self.waiting.extend(
             _Running(request, snapshot=request.state) for request in self._roots(requests, groups, version)
         )
         actor = PolicyActor(self.policy, generator, deterministic=deterministic, scored=True)
+        self._play_waiting(actor, groups, version, label)
+        while grow is not None and self._continue(grow(self._assemble(self._complete()))):
+            self._play_waiting(actor, None, version, label)
+        self.states = None
+        complete = self._complete()[:groups]
+        rollouts = self._assemble(complete)
+        self._drop(torch.tensor(complete), 1)
+        return rollouts
+
+    def _play_waiting(self, actor: PolicyActor, groups: int | None, version: int, label: str) -> None:
+        """Play what waits and what is in flight, until `groups` groups are complete (None: all)."""
+        generator = actor.generator
         self.player.actor, steps_played = actor, iter(self.player)
         with progress(label, self.unfinished) if label else nullcontext(_nothing) as advance:
             while self.unfinished and (groups is None or len(self._complete()) < groups):
                 self._fill()
+                self._keep_states()
                 self._branch()
                 self._branch_by_rule(generator)
                 actor.kept = self._shared_latents(generator.device)
@@ -329,7 +361,32 @@ class EpisodePlayer:
                     self.rows[index] = None
                     self._release(running)
                 advance(len(done))
-        return self._assemble(self._complete()[:groups])
+
+    def _keep_states(self) -> None:
+        """Keep the states before the next chunk, if episodes are to continue from there."""
+        running = [(index, row) for index, row in enumerate(self.rows) if row is not None]
+        if self.states is None or not running:
+            return
+        assert isinstance(self.world, Snapshots)
+        states = self.world.snapshot([index for index, _ in running])
+        for place, (index, row) in enumerate(running):
+            self.states[row.number, row.steps] = _State(states, place, float(self.returns[index]), row.request)
+
+    def _continue(self, places: Sequence[tuple[int, int]]) -> bool:
+        """Queue an episode for each of `places`, (row of the complete groups, chunk before which it begins); whether
+        there are any.
+        """
+        assert self.states is not None
+        groups = set(self._complete())
+        numbers = sorted(number for number, group in self.finished.items() if group in groups)
+        for row, chunk in places:
+            number = numbers[row]
+            while chunk < self.lineage[number][1]:  # played by an ancestor
+                number = self.lineage[number][0]
+            state = self.states[number, chunk]
+            snapshot = state.states.take([state.place])
+            self.waiting.append(_Running(state.request, chunk, snapshot, state.returned, number, -1, chunk))
+        return bool(places)
 
     def suspend(self) -> int:
         """Move episodes in flight back to the front of the queue; the next call starts from new resets.
@@ -659,7 +716,6 @@ class EpisodePlayer:
         if "after" in padded:  # a value after padding counts nowhere, but is asked for
             padded["after"][:, -1] = padded["after"][torch.arange(len(numbers)), filled.sum(1) - 1]
         images = stored_images(padded, self.frames)
-        self._drop(torch.tensor(groups), 1)
         return Rollouts(
             **padded,
             episode=torch.arange(len(numbers), device=device),

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from torch import Tensor
 
 from robopolicy.core.arrays import Array
+from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Slot, mechanism
 
@@ -181,16 +183,49 @@ class GivesHelp(Protocol):
     """An allocator that plays more episodes with help once a group's outcomes are known.
 
     depth: fraction of the demonstration to start after, 0: another wording of the instruction instead; together:
-    compared with the group's other episodes, else with each other; forget: learned from as if there had been no help.
+    compared with the group's other episodes, else with each other; forget: learned from as if there had been no help;
+    from_plain: only groups whose instruction is in its plain words get other ones.
     """
 
     depth: float
     together: bool
     forget: bool
+    from_plain: bool
 
     def helped(self, rate: Array, sizes: Array, context: Context) -> list[int]:
         """Return the number of helped episodes for groups with these success rates and sizes, [n]."""
         ...
+
+
+@runtime_checkable
+class ContinuesEpisodes(Protocol):
+    """An allocator that plays more episodes, which continue from states of played ones.
+
+    by_teacher: the teacher plays them, from there to the end.
+    """
+
+    by_teacher: bool
+
+    def continuations(
+        self, rollouts: Rollouts, values: Tensor | None, turn: int, context: Context
+    ) -> list[tuple[int, int]]:
+        """Return rows of the episodes so far, and the chunks before which other episodes continue from them.
+
+        values: V of every chunk's state, [B, T], None before there are any; turn: number of earlier calls for these
+        groups. Nothing ends the collection.
+        """
+        ...
+
+
+@runtime_checkable
+class AsksTeacher(Protocol):
+    """An allocator that lets the teacher play `samples` more episodes of each group, from its initial state.
+
+    depth: where the teacher never succeeds, one more begins after this fraction of a demonstration, 0 for none.
+    """
+
+    samples: int
+    depth: float
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import (
     Decision,
+    EncodesObservation,
     Policy,
     RecoversLatents,
     ScoredPolicy,
@@ -21,8 +22,10 @@ from robopolicy.core.policy import (
 )
 from robopolicy.core.randomness import uniform
 from robopolicy.core.spec import PolicySpec
+from robopolicy.core.steps import difference_of_steps
 from robopolicy.core.world import Rows
 from robopolicy.rl.collect import TAUGHT
+from robopolicy.rl.context import latents_for_other_policy
 
 Acting = Callable[[Policy], Policy]
 """Map from the learner (or a copy of it) to the policy that acts in rollouts; latents and log-probabilities are the
@@ -163,6 +166,57 @@ class DemonstratingPolicy:
         logp = self.learner.log_prob(observation, latents).logp
         mask = decision.mask | teacher_mask[:, None]
         return Decision(merged(actions, decision.actions), latents, merged(logp, decision.logp), mask)
+
+
+class TakesOver:
+    """The learner, or the teacher in its place in all rows while `teaching` is set, scored as the learner's own.
+
+    The teacher has the learner's steps (`difference_of_steps`), so its latents are stored as they are, with the
+    learner's log-probabilities: ratios start at 1. Raises ConfigError if the teacher's steps or the lengths of chunks
+    differ.
+    """
+
+    def __init__(self, learner: Policy, teacher: Policy):
+        difference = difference_of_steps(learner, teacher)
+        if difference or not isinstance(learner, ScoredPolicy):
+            raise ConfigError(
+                "This allocator lets the teacher act in the policy's place, and their steps differ: "
+                f"{difference or 'the policy has no log-probabilities'}. Use a teacher of the same policy kind, "
+                "schedule or vocabulary, and normalisation."
+            )
+        if teacher.spec.chunk < learner.spec.chunk:
+            raise ConfigError(
+                f"The teacher's chunks have {teacher.spec.chunk} control steps, the policy's {learner.spec.chunk}, so "
+                "the teacher cannot act in its place."
+            )
+        self.learner: ScoredPolicy = learner
+        self.teacher, self.teaching = teacher, False
+
+    @property
+    def spec(self) -> PolicySpec:
+        """The learner's spec, plus the observations that the teacher reads."""
+        learner_spec = self.learner.spec
+        return replace(learner_spec, observation={**self.teacher.spec.observation, **learner_spec.observation})
+
+    def reset(self, rows: Rows = None) -> None:
+        """Reset both policies. rows: indices [R] of the episodes to forget, None for all."""
+        self.learner.reset(rows)
+        self.teacher.reset(rows)
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Return the learner's decisions, or the teacher's with the learner's scores."""
+        if not self.teaching:
+            return self.learner.act(observation, generator, deterministic=deterministic)
+        decision = self.teacher.act(observation, generator, deterministic=deterministic)
+        latents: dict[str, torch.Tensor] = latents_for_other_policy(decision.latents)
+        if isinstance(self.learner, EncodesObservation) and self.learner.caches_condition:
+            latents |= self.learner.encode(observation)
+        logp = self.learner.log_prob(observation, latents).logp
+        actions = decision.actions[:, : self.learner.spec.chunk]
+        return Decision(actions, latents, torch.where(decision.mask, logp, 0.0), decision.mask)
 
 
 keep_former_names(__name__, {"TeacherTurns": "TeacherSchedule"})

@@ -27,7 +27,7 @@ from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, RecordsMeans, ScoredPolicy, Scores, Trainable
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive_seed
-from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.run import RunFolder
 from robopolicy.core.segments import Segments
 from robopolicy.core.stages import HasStages
@@ -40,12 +40,12 @@ from robopolicy.nn.optimisers import require_finite
 from robopolicy.nn.precision import tolerance_in, training_precision
 from robopolicy.nn.sharing import copy_trainable, load_trainable_state, trainable_state
 from robopolicy.rl.algorithm import build_algorithm
-from robopolicy.rl.context import Context, SideModel, Tools
+from robopolicy.rl.context import ActionValues, Context, SideModel, Tools
 from robopolicy.rl.critic import Critic, ReturnScale
 from robopolicy.rl.preferences import StoresPairs
 from robopolicy.rl.registry import Need
 from robopolicy.rl.replay import Reincarnates
-from robopolicy.training.collection import ShardWorkers, make_collector, shared_by_replicas
+from robopolicy.training.collection import ShardWorkers, make_collector, shared_by_replicas, teacher_takes_over
 from robopolicy.training.collection.protocol import Reports
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import (
@@ -223,18 +223,18 @@ class _Finetuning:
             policy, instructions, config.expert_episode_fraction, self.algorithm, self.generators
         )
         self.turns = guidance.turns(config.teacher_fraction, config.teacher_decay_fraction)
-        draws, acting = self.generators["act"], guidance.who_acts(self.turns, config.teacher_episode_fraction)
+        takes_over = teacher_takes_over(self.algorithm)
+        acting = guidance.who_acts(self.turns, config.teacher_episode_fraction, takes_over=takes_over)
         arguments = guidance.demonstrations, acting, guidance.pairs
-        others_read = (
-            isinstance(self.replay, StoresPairs) or guidance.teacher is not None or guidance.acting is not None
-        )
+        others_read = isinstance(self.replay, StoresPairs) or bool(guidance.teacher or guidance.acting)
         stores_images = needs_images(policy, self.critic, self.algorithm, others=others_read)
         images: Keeping = ("packed" if config.packed_images else "plain") if stores_images else "not"
         collector = make_collector(
-            *(world, policy, self.algorithm, config, seed, draws, *arguments),
+            *(world, policy, self.algorithm, config, seed, self.generators["act"], *arguments),
             images=images,
             turns=self.turns,
             workers=workers,
+            values=self._values,
         )
         self.collector = shared_by_replicas(collector, self.generators)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
@@ -434,6 +434,18 @@ class _Finetuning:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(self.seed, "models"))
             return {name: build(tools) for name, build in self.algorithm.models.items()}
+
+    @torch.no_grad()
+    def _values(self, rollouts: Rollouts) -> Tensor | None:
+        """Return V [B, T] of a side model of action values, 0 on padding; None before it has learned, or without
+        one.
+        """
+        model = next((each for each in self.models.values() if isinstance(each, ActionValues)), None)
+        if model is None or self.iteration == 0:
+            return None
+        alive = rollouts.alive
+        values = model.values(critic_observation(rollouts, alive))
+        return torch.zeros(alive.shape, device=alive.device).index_put((alive,), values)
 
     def _score(self, policy: ScoredPolicy, rollouts: Rollouts, where: Tensor) -> Scores:
         return scores_of(policy, *decisions_at(rollouts, where, self.world.spec.instructions))

@@ -36,7 +36,7 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
 from robopolicy.rl.weights import episode_sizes
-from robopolicy.training.acting import Acting, DemonstratingPolicy, TeacherSchedule
+from robopolicy.training.acting import Acting, DemonstratingPolicy, TakesOver, TeacherSchedule
 from robopolicy.training.collection import WHOLE
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import conditions_of, recompute_log_probs
@@ -254,12 +254,23 @@ class Guidance:
             raise ConfigError(f"teacher_fraction={first:g} needs a teacher (teacher=CHECKPOINT).")
         return TeacherSchedule(self.teacher, first, until)
 
-    def who_acts(self, turns: TeacherSchedule | None, episodes: float = 0.0) -> Acting | None:
+    def who_acts(
+        self, turns: TeacherSchedule | None, episodes: float = 0.0, *, takes_over: bool = False
+    ) -> Acting | None:
         """Return the builder of the acting policy: that of `acting`, mixed with the teacher; None when the learner acts
         alone.
 
-        episodes: fraction of episodes that the teacher plays, scored as own ones. Raises ConfigError without a teacher.
+        episodes: fraction of episodes that the teacher plays, scored as own ones; takes_over: the teacher plays
+        episodes that an allocator requests. Raises ConfigError without a teacher, and if another one acts, too.
         """
+        if takes_over:
+            teacher = self.teacher
+            if teacher is None or episodes or turns is not None or self.acting is not None:
+                raise ConfigError(
+                    "An allocator that lets the teacher play needs teacher=CHECKPOINT, teacher_fraction=0, "
+                    "teacher_episode_fraction=0 and no planner."
+                )
+            return lambda policy: TakesOver(policy, teacher)
         if episodes:
             teacher = self.teacher
             if teacher is None:

@@ -1,7 +1,7 @@
 """Losses beside the policy's: their values by hand and their gradients by autograd of what the papers state."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn import functional
 
+from robopolicy.core.extras import Extras
 from robopolicy.core.policy import Decision, Scores
 from robopolicy.core.spec import STATE
 from robopolicy.rl import auxiliaries
@@ -174,6 +175,20 @@ def test_distilling_gaussian_steps_is_their_kl_too():
     loss = experimental_auxiliaries.distill(inputs_of(scores=scores, teacher=teacher), weight=0.5)
     divergence = kl_divergence(Normal(mean, std.expand_as(told)), Normal(told, std.expand_as(told))).mean((-2, -1))
     torch.testing.assert_close(loss, 0.5 * divergence[MASK].mean())
+
+
+@pytest.mark.checks("auxiliaries/distill", "BRTS")
+def test_episodes_of_the_teacher_are_distilled_by_the_forward_kl_with_a_weight_of_their_own():
+    student, teacher = random(2, 3, 5).log_softmax(-1), random(2, 3, 5, seed=1).log_softmax(-1)
+    inputs = speaking(student, teacher)
+    inputs = replace(inputs, extras=Extras(helped=torch.tensor([False, True])))
+    loss = experimental_auxiliaries.distill(inputs, taught=10.0)
+    own, its = Categorical(logits=student), Categorical(logits=teacher)
+    distance = torch.stack([kl_divergence(own, its)[0], 10 * kl_divergence(its, own)[1]])
+    torch.testing.assert_close(loss, distance[MASK].mean())
+    assert (
+        loss != experimental_auxiliaries.distill(inputs) == experimental_auxiliaries.distill(speaking(student, teacher))
+    )
 
 
 def tip_weights(student: np.ndarray, teacher: np.ndarray, alpha: float, gamma: float) -> np.ndarray:

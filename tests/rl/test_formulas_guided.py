@@ -170,6 +170,50 @@ def test_sibling_pairs_equal_a_slow_reference(seed: int):
     torch.testing.assert_close(gradient, expected, atol=1e-9, rtol=1e-7)
 
 
+@pytest.mark.checks("coefficient/siblings", "MCTS-DPO")
+def test_the_best_and_the_worst_sibling_are_paired_and_visits_smooth_their_label():
+    """Six episodes pass the first chunk of row 0, two that of row 6: s = .25; m = 2, beta = .1: L = .6481, dL/dm -.02.
+
+    Below row 0 the chunks of rows 1 to 5 branch off at the second chunk, of which row 1 succeeds most and row 0 least.
+    """
+    returns = [0.1, 1.0, 0.9, 0.9, 0.9, 0.9, 0.0, 0.2]
+    parent, branch = [-1, 0, 0, 0, 0, 0, -1, 6], [-1, 1, 1, 1, 1, 1, -1, 2]
+    rollouts = make_rollouts([3] * 8, [0] * 8, returns, steps=1, parent=parent, branch_decision=branch)
+    for row, first in enumerate(branch):
+        rollouts.mask[row, : max(first, 0)] = False
+    change = torch.zeros(8, 3, 1, dtype=torch.float64)
+    change[0, 0], change[6, 0] = 1.5, -0.5
+    rollouts = rollouts.with_extras(reference_logp=rollouts.logp_behaviour)
+    logp = (rollouts.logp_behaviour + change).requires_grad_()
+    c, stats = siblings(make_scored(rollouts, logp.detach(), torch.zeros(8, 3, 1)), pairs="values", smooth=True)
+    assert float(stats["pairs"]) == 3, "at the root, before chunk 1 of row 0, and before chunk 2 of row 6"
+    difference = (logp - rollouts.logp_behaviour)[..., 0]
+    terms = []
+    for good, bad, doubt in (((0, 0), (6, 0), 0.25), ((1, 1), (0, 1), 0.5), ((7, 2), (6, 2), 0.5)):
+        margin = 0.1 * (difference[good] - difference[bad])
+        loss = -(1 - doubt) * functional.logsigmoid(margin) - doubt * functional.logsigmoid(-margin)
+        terms.append(loss)
+    assert float(terms[0].detach()) == pytest.approx(0.6481, abs=1e-4)
+    assert c[0, 0, 0] * 3 / 8 == pytest.approx(0.0200, abs=1e-4), "minus dL/dm"
+    (expected,) = torch.autograd.grad(8 * torch.stack(terms).mean(), logp)
+    (gradient,) = torch.autograd.grad(policy_loss(logp, c, rollouts.mask.double()), logp)
+    torch.testing.assert_close(gradient, expected, atol=1e-9, rtol=1e-7)
+    with pytest.raises(ConfigError, match=r"siblings.pairs=value is not known"):
+        siblings(make_scored(rollouts, logp.detach(), torch.zeros(8, 3, 1)), pairs="value")
+
+
+@pytest.mark.checks("selection/best_teacher_rollout", "BRTS")
+def test_the_best_teacher_rollout_is_right_and_near_the_student():
+    """(right, .3), (right, .5), (wrong, .9): the second; (wrong, .2), (wrong, .4): the second; no teacher's: all."""
+    rollouts = make_rollouts([2, 1, 2, 1, 1, 2, 1, 1], [0, 0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 0, 1, 0, 0, 0], steps=2)
+    overlap = torch.tensor([0.9, 0.3, 0.5, 0.9, 0.1, 0.2, 0.4, 0.9])[:, None, None].expand(rollouts.mask.shape).clone()
+    overlap[1, 1] = 9.0  # padding counts nowhere
+    helped = torch.tensor([0, 1, 1, 1, 0, 1, 1, 0]).bool()[:, None].expand(rollouts.shape)
+    rollouts = rollouts.with_extras(teacher_overlap=overlap, helped=helped)
+    kept = distillation.best_teacher_rollout(rollouts, CONTEXT)
+    assert kept.tolist() == [True, False, True, False, True, False, True, True]
+
+
 @pytest.mark.checks("coefficient/away", "SEAgent")
 def test_failures_are_pushed_away_less_and_less():
     rollouts = make_rollouts([1] * 4, [0] * 4, [0.0, 0.0, 0.0, 1.0], steps=1)

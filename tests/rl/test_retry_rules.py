@@ -82,3 +82,14 @@ def test_successes_with_help_are_paid_more_at_first():
     for iteration, paid in ((0, 2.0), (100, 1.75), (400, 1.0), (500, 1.0)):
         context = Context(torch.Generator(), iteration=iteration, iterations=1000)
         assert helped_bonus(rollouts, context).row_return.tolist() == pytest.approx([paid, 1.0, 0.0])
+
+
+@pytest.mark.checks("TriMPI/PolicyRollout")
+def test_episodes_under_the_policys_text_share_the_baseline_of_those_without_it():
+    """Plain 1 0 0 0, aware 1 1 1 0: mean .5, deviation .5; alone the plain ones would get 1.7321 and -.5774."""
+    allocator = planned(RetryWording(rate=1.0, together=True, from_plain=True))
+    assert allocator.helped(RATE, SIZES, EARLY) == [8, 8, 8] and allocator.forget, "every group, and without the text"
+    rollouts = with_help([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0], [0] * 4 + [1] * 4)
+    assert grpo(rollouts, EARLY)[:, 0].tolist() == pytest.approx([1, -1, -1, -1, 1, 1, 1, -1], abs=1e-5)
+    alone = grpo(rollouts.take(torch.arange(4)), EARLY)[:, 0]
+    assert alone.tolist() == pytest.approx([1.7321, *[-0.5774] * 3], abs=1e-4)

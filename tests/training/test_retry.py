@@ -96,6 +96,20 @@ def test_helped_episodes_may_be_compared_with_the_others_under_their_own_words()
     torch.testing.assert_close(scores, rollouts.logp_behaviour.float(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.checks("TriMPI/PolicyRollout")
+def test_half_of_every_group_may_hear_more_and_all_are_scored_under_the_plain_words():
+    """Starts 0 and 2 are asked in the plain words; 1 and 3 in the others, and are left as they are."""
+    rollouts, policy, instructions = collected(token_policy, rate=1.0, together=True, forget=True, from_plain=True)
+    helped, start = rollouts.extras["helped"][:, 0], rollouts.extras["start"][:, 0]
+    assert helped.tolist() == [False] * 12 + [True] * 6 and rollouts.row_success[helped].all()
+    assert sorted(start[helped].tolist()) == [0] * 3 + [2] * 3
+    assert set(rollouts.group[helped].tolist()) == set(rollouts.group[~helped & (start % 2 == 0)].tolist())
+    assert torch.equal(rollouts.task[:, 0], start % 2), "all of a group are learned from in its own words"
+    told = replace(rollouts, task=torch.where(helped[:, None], 1, rollouts.task))
+    as_played = recompute_log_probs(told, policy, instructions)[0]
+    torch.testing.assert_close(as_played, rollouts.logp_behaviour.float(), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.long
 @pytest.mark.checks("ICPO", "NuRL")
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def _imitation_losses(inputs: AuxiliaryInputs) -> Mapping[str, Tensor]:
 @mechanism(
     Slot.AUXILIARY,
     "distill",
-    source="TIP, arXiv:2604.14084; Vision-OPD, arXiv:2605.18740; PW-OPSD, arXiv:2605.21606",
+    source="TIP, arXiv:2604.14084; Vision-OPD, arXiv:2605.18740; PW-OPSD, arXiv:2605.21606; BRTS, arXiv:2605.09725",
     needs=(Need.TEACHER, Need.SAME_STEPS, Need.POSITION),
 )
 def distill(
@@ -86,6 +86,7 @@ def distill(
     clip_element: float | None = None,
     ratio_cap: float | None = None,
     position: tuple[float, float, float] | None = None,
+    taught: float | None = None,
 ) -> Tensor:
     """Match the teacher's complete distribution at the student's steps, averaged.
 
@@ -95,10 +96,12 @@ def distill(
     most this (Vision-OPD: 2). position: (least, middle, width), weight a chunk at the fraction f of its episode by
     least + (1 - least) sigmoid((f - middle) / width) (PW-OPSD: .25, .3, .1). share < 1 selects that fraction of the
     steps without replacement, with probability growing with (entropy / log V)^alpha (Jensen-Shannon divergence / log
-    2)^gamma (TIP), i.e. where the student is uncertain or disagrees. Gaussian steps have equal standard deviations, so
-    their KL is the squared distance of means in both directions and all steps count. Distributions are compared by
-    extras of the scores: log_probabilities [n, k, V], or mean [n, k, P, A] and std. Returns a scalar. Raises
-    ConfigError without a teacher, if the two share neither extra, or for options that only tokens have.
+    2)^gamma (TIP), i.e. where the student is uncertain or disagrees. taught: at steps of episodes that the teacher
+    played (allocator=teacher_rollouts), this factor times the forward KL instead (BRTS: 10, in its code .05); the mean
+    is over all steps together. Gaussian steps have equal standard deviations, so their KL is the squared distance of
+    means in both directions and all steps count. Distributions are compared by extras of the scores: log_probabilities
+    [n, k, V], or mean [n, k, P, A] and std. Returns a scalar. Raises ConfigError without a teacher, if the two share
+    neither extra, or for options that only tokens have.
     """
     policy = require_input(inputs.teacher, "teacher")
     assert isinstance(policy, ScoredPolicy)  # which Need.SAME_STEPS asks for
@@ -110,6 +113,7 @@ def distill(
         student, teacher = student_extras["log_probabilities"], teacher_extras["log_probabilities"]
         # Summed over the vocabulary and not sampled, so it has no variance of its own.
         distance = distillation.divergence(student, teacher, divergence, top, clip_element)
+        on_taught = distance if taught is None else distillation.divergence(student, teacher, "forward", top)
         if share < 1 and inputs.steps_per_row is not None:
             raise ConfigError(
                 "options.distill.share below 1 compares all steps of a minibatch, which data-parallel processes "
@@ -120,12 +124,15 @@ def distill(
             step_weights = step_mean(mask)
     elif "mean" in student_extras and "mean" in teacher_extras:
         means, std = (student_extras["mean"], teacher_extras["mean"]), student_extras["std"]
-        distance = distillation.squared_distance(*means, std, divergence, top, clip_element)
+        distance = on_taught = distillation.squared_distance(*means, std, divergence, top, clip_element)
     else:
         raise ConfigError(
             "auxiliaries=[distill] needs a teacher of the student's policy kind; auxiliaries=[dagger] imitates any "
             "teacher."
         )
+    taught_mask = inputs.extras.helped
+    if taught is not None and taught_mask is not None:
+        distance = torch.where(taught_mask[:, None], taught * on_taught, distance)
     if ratio_cap is not None:
         ratio = (inputs.scores.logp.detach() - require_input(inputs.proximal, "proximal")).clamp(-20, 20).exp()
         distance = ratio.clamp(max=ratio_cap) * distance

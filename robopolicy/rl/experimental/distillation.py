@@ -7,6 +7,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.rl.context import Coefficients, Context, Scored
+from robopolicy.rl.initial_states import Uniform
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
@@ -92,6 +93,61 @@ def squared_distance(mean: Tensor, teacher: Tensor, std: Tensor, form: str, top:
 def late_weight(position: Tensor, least: float, middle: float, width: float) -> Tensor:
     """Return least + (1 - least) sigmoid((position - middle) / width), shaped as position in [0, 1] (PW-OPSD)."""
     return least + (1 - least) * torch.sigmoid((position - middle) / width)
+
+
+@mechanism(Slot.ALLOCATOR, "teacher_rollouts", source="BRTS, arXiv:2605.09725", needs=(Need.GROUPS, Need.SAME_STEPS))
+class TeacherRollouts(Uniform):
+    """Let the teacher play `samples` more episodes of every group, of which selection=[best_teacher_rollout] keeps one.
+
+    They are marked by extras["helped"]: auxiliaries=[distill] treats them apart (options.distill.taught), and they
+    count neither in the success that is reported nor for the sampler. Use coefficient=none, since group advantages
+    would compare them with the student's.
+    """
+
+    depth = 0.0
+
+    def __init__(self, *, samples: int = 4):
+        self.samples = samples
+
+
+@mechanism(
+    Slot.ALLOCATOR,
+    "guided_teacher_rollouts",
+    source="BRTS, arXiv:2605.09725",
+    needs=(Need.GROUPS, Need.SAME_STEPS, Need.STARTS, Need.DEMONSTRATIONS),
+)
+class GuidedTeacherRollouts(TeacherRollouts):
+    """The same, and where the teacher always fails it plays once more from `depth` of a demonstration.
+
+    In the paper the teacher then reads the right answer. Only successes of these stay.
+    """
+
+    def __init__(self, *, samples: int = 4, depth: float = 0.5):
+        super().__init__(samples=samples)
+        self.depth = depth
+
+
+@mechanism(
+    Slot.SELECTION,
+    "best_teacher_rollout",
+    source="BRTS, arXiv:2605.09725",
+    needs=(Need.GROUPS, Need.SAME_STEPS, Need.TEACHER_OVERLAP),
+)
+def best_teacher_rollout(rollouts: Rollouts, context: Context) -> Tensor:
+    """Keep one of the teacher's episodes of every group: successes first, and of equals the one nearest to the student.
+
+    Nearness is the mean of extras["teacher_overlap"] over an episode's steps, for tokens the share of the most likely
+    ones that both have in common. The student's episodes all stay. Returns keep [B] bool.
+    """
+    helped = rollouts.extras.helped
+    taught_mask = torch.zeros_like(rollouts.group, dtype=torch.bool) if helped is None else helped[:, 0]
+    mask = rollouts.mask & rollouts.alive[..., None]
+    overlap = torch.where(mask, rollouts.extras["teacher_overlap"], 0.0).double().sum((1, 2))
+    score = overlap / mask.sum((1, 2)).clamp(min=1) + 2 * rollouts.row_success
+    is_best = Segments.of(rollouts.group).rank(-score, taught_mask) == 0
+    if bool(taught_mask.any()):
+        context.figures["teacher_success"] = float(rollouts.row_success[taught_mask & is_best].double().mean())
+    return ~taught_mask | is_best
 
 
 @mechanism(

@@ -24,6 +24,8 @@ from robopolicy.rl.rewards import at_last_step
 class Retry(Uniform):
     """Counts of helped episodes; base class of the two allocators."""
 
+    from_plain = False
+
     def __init__(
         self,
         *,
@@ -96,7 +98,7 @@ class RetryState(Retry):
     Slot.ALLOCATOR,
     "retry_wording",
     source="Guide-GRPO, arXiv:2506.13923; NuRL, arXiv:2509.25666; Agent-RLVR, arXiv:2506.11425; "
-    "ICPO, arXiv:2510.26519; CLPO, arXiv:2509.25004",
+    "ICPO, arXiv:2510.26519; CLPO, arXiv:2509.25004; TriMPI (PolicyRollout), arXiv:2510.09474",
     needs=(Need.GROUPS, Need.INSTRUCTIONS),
 )
 class RetryWording(Retry):
@@ -108,6 +110,9 @@ class RetryWording(Retry):
     The other options are those of retry_state. Guide-GRPO: the defaults. NuRL: forget=false together=true, with
     selection=[plain_rows]. Agent-RLVR: per_failure=true rate=1. ICPO: rate=1 count=1 together=true, with
     coefficient=icpo and rewards=[helped_bonus]. CLPO: rate=.7 forget=false, with selection=[mixed_outcomes].
+    PolicyRollout: rate=1 together=true from_plain=true, half of every group under a text with the rules to keep, all
+    compared together and learned from without it. from_plain: only groups whose instruction is in its plain words, the
+    first of its wordings, get other ones.
     """
 
     depth = 0.0
@@ -122,9 +127,10 @@ class RetryWording(Retry):
         mix: bool = False,
         after: float = 0.0,
         together: bool = False,
+        from_plain: bool = False,
     ):
         super().__init__(rate=rate, count=count, per_failure=per_failure, mix=mix, after=after, together=together)
-        self.forget = forget
+        self.forget, self.from_plain = forget, from_plain
 
 
 def helped_rows(rollouts: Rollouts) -> Tensor:

@@ -448,6 +448,17 @@ def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     }
 
 
+def first_falls(rollouts: Rollouts, values: Tensor, drop: float) -> Tensor:
+    """Return the first chunk of every failed episode after which its value falls by at least `drop`, [B, T] bool.
+
+    values: V of the states before chunks [B, T], held in 0..1; after the last one it is 0.
+    """
+    values = torch.where(rollouts.alive, values.clamp(0, 1), 0.0)
+    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+    falls = (values - following >= drop - 1e-6) & rollouts.alive & ~rollouts.row_success[:, None]
+    return falls & (falls.cumsum(1) == 1)
+
+
 @mechanism(
     Slot.MODEL,
     "first_error",
@@ -467,10 +478,7 @@ class FirstError:
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Add the marks."""
-        values = torch.where(rollouts.alive, rollouts.extras["v"].clamp(0, 1), 0.0)
-        following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
-        falls = (values - following >= self.drop - 1e-6) & rollouts.alive & ~rollouts.row_success[:, None]
-        return rollouts.with_extras(first_error=falls & (falls.cumsum(1) == 1))
+        return rollouts.with_extras(first_error=first_falls(rollouts, rollouts.extras["v"], self.drop))
 
     def tree(self) -> dict[str, Any]:
         """Return an empty state."""

@@ -14,7 +14,14 @@ from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
 from robopolicy.training.acting import Acting, TeacherSchedule
 from robopolicy.training.collection.copies import BackgroundCollector, DelayedCollector, PropsCollector
-from robopolicy.training.collection.episodes import EpisodeCollector, StreamCollector, start_pool
+from robopolicy.training.collection.episodes import (
+    EpisodeCollector,
+    StreamCollector,
+    ValuesOf,
+    require_one_player,
+    start_pool,
+    teacher_takes_over,
+)
 from robopolicy.training.collection.protocol import BatchCollector, Collector
 from robopolicy.training.collection.shards import ShardedEpisodes, ShardedStreams, ShardPlayer, Shards, ShardWorkers
 from robopolicy.training.collection.shared import shared_by_replicas
@@ -32,6 +39,7 @@ __all__ = [
     "make_collector",
     "shared_by_replicas",
     "start_pool",
+    "teacher_takes_over",
 ]
 
 WHOLE = frozenset({Need.GROUPS, Need.EPISODES, Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
@@ -52,6 +60,7 @@ def make_collector(
     images: Keeping = "plain",
     turns: TeacherSchedule | None = None,
     workers: ShardWorkers | None = None,
+    values: ValuesOf | None = None,
 ) -> Collector:
     """Build the collector of `policy`: synchronous, in a background thread, with delayed weights, or in parts (PROPS).
 
@@ -59,10 +68,12 @@ def make_collector(
     hints start from; acting: builds the acting policy, None for `policy` itself. All but the synchronous collector act
     with a copy of the policy. pairs: stored preference pairs that replace collection, None to collect. images: storage
     mode of camera images; turns: the teacher's share in `acting`; workers: that play the shards, None for this
-    process. Raises ConfigError when the algorithm cannot learn from these rollouts.
+    process; values: rollouts -> V [B, T] of a side model, for allocators that continue episodes. Raises ConfigError
+    when the algorithm cannot learn from these rollouts.
     """
     if pairs is not None:
         return StoredPairs(pairs, world.spec, policy, algorithm, config, seed, generator.device)
+    require_one_player(algorithm, config)
 
     def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
         acts = None if acting is None else acting(actor)
@@ -76,7 +87,9 @@ def make_collector(
             return ShardedStreams(shards, section.rollout_length)
         if algorithm.needs & WHOLE:
             arguments = demonstrations, acts
-            return EpisodeCollector(world, actor, algorithm, section, seed, generator, *arguments, images=images)
+            return EpisodeCollector(
+                world, actor, algorithm, section, seed, generator, *arguments, images=images, values=values
+            )
         return StreamCollector(world, actor, section.rollout_length, seed, generator, acts, images=images)
 
     if not (config.props_parts or config.staleness or config.policy_lag):

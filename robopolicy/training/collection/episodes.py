@@ -7,7 +7,7 @@ Groups are for algorithms that compare outcomes, streams for those with a critic
 import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,14 +22,24 @@ from robopolicy.core.randomness import derive_seed, episode_seeds
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.segments import Segments
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
-from robopolicy.core.world import Snapshot, World
+from robopolicy.core.world import Snapshot, Snapshots, World
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.branch_rules import RULES
 from robopolicy.rl.collect import Streams, play, start_streams
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
-from robopolicy.rl.initial_states import Beliefs, GivesHelp, LimitsLengths, SeesStarts, SetsBudgets, Uniform
-from robopolicy.rl.registry import Need
+from robopolicy.rl.initial_states import (
+    AsksTeacher,
+    Beliefs,
+    ContinuesEpisodes,
+    GivesHelp,
+    LimitsLengths,
+    SeesStarts,
+    SetsBudgets,
+    Uniform,
+)
+from robopolicy.rl.registry import Need, Slot
+from robopolicy.training.acting import TakesOver
 from robopolicy.training.collection.protocol import while_collecting
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
@@ -63,11 +73,45 @@ def branching_of(config: FinetuneConfig) -> Branching:
     return Branching(at, config.branch_width, config.branch_sampling_step, uncertain, rule)
 
 
+ValuesOf = Callable[[Rollouts], Tensor | None]
+"""Map from rollouts to V of every chunk's state, [B, T], None before there are values."""
+
+
+def teacher_takes_over(algorithm: Algorithm) -> bool:
+    """Whether the algorithm's allocator lets the teacher play."""
+    allocator = algorithm.allocator()
+    return isinstance(allocator, AsksTeacher) or (isinstance(allocator, ContinuesEpisodes) and allocator.by_teacher)
+
+
+def require_one_player(algorithm: Algorithm, config: FinetuneConfig) -> None:
+    """Raise ConfigError, naming the setting, if the allocator continues played episodes or lets the teacher play, and
+    these settings exclude it.
+    """
+    allocator = algorithm.allocator()
+    if not isinstance(allocator, ContinuesEpisodes | AsksTeacher):
+        return
+    name = algorithm.resolved.slots[Slot.ALLOCATOR][0].entry.name
+    plain = FinetuneConfig()
+    settings = ("shards", "staleness", "policy_lag", "props_parts", "overprovision", "branch_at", "branch_by")
+    for setting in settings:
+        if getattr(config, setting) != (default := getattr(plain, setting)):
+            raise ConfigError(
+                f"allocator={name} adds episodes to groups that are complete and played here by one policy, which "
+                f"{setting}={getattr(config, setting)} excludes: set {setting}={default}, or choose another allocator."
+            )
+    if Need.MEANS in algorithm.needs and teacher_takes_over(algorithm):
+        raise ConfigError(
+            f"allocator={name}: the means of a teacher's steps are not those of the policy, which another mechanism of "
+            "this algorithm reads: choose another coefficient or allocator."
+        )
+
+
 class EpisodeCollector:
     """Collects the groups that the algorithm's sampler and allocator request, from the states that its hint selects.
 
     seed: root of the initial states' seeds; generator: source of the policy's random numbers; demonstrations: states
-    that hints start from; acts: acting policy, None for the learner; images: storage mode of camera images.
+    that hints start from; acts: acting policy, None for the learner; images: storage mode of camera images;
+    values: for allocators that read values.
     """
 
     def __init__(
@@ -82,6 +126,7 @@ class EpisodeCollector:
         acts: Policy | None = None,
         *,
         images: Keeping = "plain",
+        values: ValuesOf | None = None,
     ):
         self.world = world
         self.policy = policy
@@ -90,10 +135,15 @@ class EpisodeCollector:
         self.generator, self.demonstrations = generator, demonstrations
         self.sampler = algorithm.sampler()
         self.allocator = algorithm.allocator()
+        if isinstance(self.allocator, ContinuesEpisodes) and not isinstance(world, Snapshots):
+            raise ConfigError(
+                f"The world '{world.spec.name}' does not support snapshots, so episodes cannot be continued in it."
+            )
         if isinstance(self.sampler, SeesStarts):
             self.sampler.look = self.first_observations
         self.hint = None if algorithm.hint is None else algorithm.hint()
         self.rotates_words = Need.PARAPHRASES in algorithm.needs
+        self.values, self.takes_over = values, acts if isinstance(acts, TakesOver) else None
         actor, branching = policy if acts is None else acts, branching_of(config)
         self.player = EpisodePlayer(world, actor, branching, max_idle_chunks=config.max_idle_chunks, images=images)
         self.provision = math.ceil((1 + config.overprovision) * config.groups)
@@ -202,7 +252,10 @@ class EpisodeCollector:
             rates = self.sampler.observed(starts)
         sizes = self.allocator.plan(rates, config.group_size)
         group_target = config.groups if config.overprovision else None
-        rollouts = self._play(requests(list(sizes)), batch, version, group_target)
+        if isinstance(self.allocator, ContinuesEpisodes):
+            rollouts = self._continued(self.allocator, requests(list(sizes)), batch, version)
+        else:
+            rollouts = self._play(requests(list(sizes)), batch, version, group_target)
         for again in range(1, getattr(self.allocator, "rounds", 1) + 1):
             extra_episodes = self._more(rollouts, first, len(seeds))
             if not sum(extra_episodes):
@@ -212,6 +265,9 @@ class EpisodeCollector:
         helped = self._helped(rollouts, (first, batch, version), seeds, starts) if len(rollouts.group) else None
         if helped is not None:
             rollouts = helped
+        if isinstance(self.allocator, AsksTeacher):
+            teacher_requests = requests([self.allocator.samples] * len(seeds))
+            rollouts = self._taught(self.allocator, rollouts, teacher_requests, (first, batch, version), starts)
         origins = [self.begun[group] for group in rollouts.group.tolist()]
         device, shape = rollouts.group.device, rollouts.shape
         start = torch.tensor([start for start, _ in origins], device=device)
@@ -259,7 +315,8 @@ class EpisodeCollector:
             if self.allocator.depth and self.demonstrations is not None:
                 state = self.demonstrations.state(int(starts[number]), self.allocator.depth)[0]
             elif not self.allocator.depth:
-                wordings = other_wordings(spec, task)
+                plain = spec.meaning(spec.instructions[task]) == spec.instructions[task]
+                wordings = other_wordings(spec, task) if plain or not self.allocator.from_plain else []
                 task = wordings[batch % len(wordings)] if wordings else task
             if state is not None or task != int(rollouts.task[row, 0]):
                 requests += [Request(int(seeds[number]), first + number, task, state)] * count
@@ -268,6 +325,62 @@ class EpisodeCollector:
             parts.append(self._play(requests, batch, version, again=1))
         marked = [part.with_extras(helped=torch.full_like(part.alive, is_added)) for is_added, part in enumerate(parts)]
         return concatenate(marked, same_groups=True) if requests else marked[0]
+
+    def _continued(
+        self, allocator: ContinuesEpisodes, requests: Sequence[Request], batch: int, version: int
+    ) -> Rollouts:
+        """Play requests, then what the allocator continues, until it names nothing more; added episodes are marked."""
+        context = Context(torch.Generator(), iteration=batch, iterations=self.config.iterations)
+        counts: list[int] = []
+
+        def grow(rollouts: Rollouts) -> list[tuple[int, int]]:
+            counts.append(len(rollouts.group))
+            if self.takes_over is not None:
+                self.takes_over.teaching = True
+            values = None if self.values is None else self.values(rollouts)
+            return allocator.continuations(rollouts, values, len(counts) - 1, context)
+
+        try:
+            rollouts = self.player.play(requests, self.generator, version=version, grow=grow)
+        finally:
+            if self.takes_over is not None:
+                self.takes_over.teaching = False
+        is_added = torch.arange(len(rollouts.group), device=rollouts.group.device) >= counts[0]
+        return rollouts.with_extras(helped=is_added[:, None].expand(rollouts.shape).contiguous())
+
+    def _taught(
+        self,
+        allocator: AsksTeacher,
+        rollouts: Rollouts,
+        requests: Sequence[Request],
+        place: tuple[int, int, int],
+        starts: np.ndarray,
+    ) -> Rollouts:
+        """Let the teacher play requests, then one more from within a demonstration for groups in which it failed, of
+        which only successes stay; append its episodes, marked.
+
+        place: first group number, batch and version; starts: of the groups, [n].
+        """
+        first, batch, version = place
+        assert self.takes_over is not None  # which Need.TEACHER asks for
+        self.takes_over.teaching = True
+        try:
+            episodes = self._play(requests, batch, version, again=1)
+            rate, _ = _results((episodes.group - first).cpu(), episodes, len(starts))
+            guided_requests: list[Request] = []
+            if allocator.depth and (demonstrations := self.demonstrations) is not None:
+                for number in np.flatnonzero(rate == 0).tolist():
+                    state, _ = demonstrations.state(int(starts[number]), allocator.depth)
+                    example = next(item for item in requests if item.group == first + number)
+                    guided_requests += [] if state is None else [replace(example, state=state)]
+            parts = [rollouts, episodes]
+            if guided_requests:
+                guided_episodes = self._play(guided_requests, batch, version, again=2)
+                parts.append(guided_episodes.take(guided_episodes.row_success.nonzero().squeeze(1)))
+        finally:
+            self.takes_over.teaching = False
+        parts = [part.with_extras(helped=torch.full_like(part.alive, place > 0)) for place, part in enumerate(parts)]
+        return concatenate(parts, same_groups=True)
 
     def _hinted(self, batch: int, starts: np.ndarray) -> tuple[list[Snapshot | None], list[float]]:
         """Return the demonstrated state that each group starts from (None: the initial state), and its depth in the

@@ -1,0 +1,163 @@
+"""Experimental allocators that continue episodes from played states: a tree search, and corrections by a teacher.
+
+An added episode is a branch of the one that it continues (Rollouts.parent). What they share is scored once, and has the
+mean of their advantages. Added episodes are marked by extras["helped"]: they count neither in the success that is
+reported nor for the sampler. They need a world with snapshots, and one process that plays (shards=1, staleness=0).
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.arrays import integers
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.segments import Segments
+from robopolicy.rl.advantages.tree import owners
+from robopolicy.rl.context import Context
+from robopolicy.rl.experimental.side_models import first_falls
+from robopolicy.rl.initial_states import Uniform
+from robopolicy.rl.registry import Need, Slot, mechanism
+
+
+@mechanism(
+    Slot.ALLOCATOR,
+    "correct",
+    source="SCOPE, arXiv:2602.24110",
+    needs=(Need.GROUPS, Need.VALUES, Need.TEACHER, Need.SAME_STEPS),
+)
+class Correct(Uniform):
+    """Let the teacher go on from the first wrong decision of failed episodes; the corrected ones join their group.
+
+    The wrong decision is the first after which the value of q_ensemble falls by at least `drop` (as in
+    models=[first_error]), with the values of the iterations before; the first iteration has none. In the paper a
+    process reward model finds the first wrong step. share: corrected episodes of a group, at most this fraction of its
+    size; those with the longest correct beginning come first. The student's own beginning is learned from with the mean
+    advantage of the failure and its correction, the teacher's part with ratios that start at 1. The thresholds were not
+    found and are ours.
+    """
+
+    by_teacher = True
+
+    def __init__(self, *, drop: float = 0.2, share: float = 0.25):
+        self.drop, self.share = drop, share
+
+    def continuations(
+        self, rollouts: Rollouts, values: Tensor | None, turn: int, context: Context
+    ) -> list[tuple[int, int]]:
+        """Return the failures to correct, and their first wrong chunks, by values [B, T]; see `ContinuesEpisodes`."""
+        if values is None or turn:
+            return []
+        error_mask = first_falls(rollouts, values, self.drop)
+        has_error, chunk = error_mask.any(1), error_mask.long().argmax(1)
+        groups = Segments.of(rollouts.group)
+        limit = (self.share * groups.size()[groups.index] + 1e-9).floor()
+        chosen_mask = has_error & (groups.rank(-chunk.double(), has_error) < limit)
+        return [(row, int(chunk[row])) for row in integers(chosen_mask.nonzero().squeeze(1))]
+
+
+def upper_bound(value: float, visits: int, prior: float, total: int, exploration: float) -> float:
+    """Return Q + w p sqrt(N) / (1 + n), the bound by which a tree search descends (PUCT).
+
+    value: Q of a child with n = visits and prior probability p; total: N visits of its parent; exploration: w.
+    """
+    return value + exploration * prior * math.sqrt(total) / (1 + visits)
+
+
+@mechanism(
+    Slot.ALLOCATOR,
+    "tree_search",
+    source="MCTS-DPO, arXiv:2405.00451; iTool, arXiv:2501.09766; rStar-Math, arXiv:2501.04519",
+    needs=(Need.GROUPS,),
+)
+class TreeSearch(Uniform):
+    """Monte Carlo tree search over decisions: each of `rounds` rounds adds an episode to every group, where it tells
+    most.
+
+    The group's first episodes are the children of the root. A round descends from there to the child with the largest
+    Q + exploration p sqrt(N) / (1 + n) and continues another episode from the first state with fewer than `width`
+    children, at most `depth` decisions deep. Q: share of successes among the n episodes through a child; N: number of
+    those through its parent; p: softmax over the children of the mean log-probability of their chunk. rate: only groups
+    with at most this success rate are searched (iTool: below 1). Deviations: an episode is played to its end, whose
+    outcome takes the place of the language model's own evaluation of a leaf, and all its decisions join the tree; the
+    paper expands up to 64 leaves of an answer. Pairs of siblings: coefficient=siblings.
+    """
+
+    by_teacher = False
+
+    def __init__(self, *, rounds: int = 4, width: int = 2, depth: int = 4, exploration: float = 1.5, rate: float = 1.0):
+        self.expansions = rounds
+        self.width, self.depth = width, depth
+        self.exploration, self.rate = exploration, rate
+
+    def continuations(
+        self, rollouts: Rollouts, values: Tensor | None, turn: int, context: Context
+    ) -> list[tuple[int, int]]:
+        """Return one leaf of every searched group; values [B, T] are not read; see `ContinuesEpisodes`."""
+        if turn == self.expansions:
+            return []
+        tree = _Tree(rollouts)
+        places: list[tuple[int, int]] = []
+        members: dict[int, list[int]] = {}
+        for row, group in enumerate(integers(rollouts.group)):
+            members.setdefault(group, []).append(row)
+        for rows in members.values():
+            roots = [row for row in rows if int(rollouts.parent[row]) < 0]
+            if not roots or tree.value(roots) > self.rate:
+                continue
+            place = self.leaf(tree, rows, 0)
+            places += [] if place is None else [place]
+        return places
+
+    def leaf(self, tree: "_Tree", rows: list[int], chunk: int) -> tuple[int, int] | None:
+        """Return the row and chunk from which the next episode continues, below the state of `rows` before `chunk`;
+        None if there is nothing left to add.
+        """
+        children = tree.children(rows, chunk)
+        if not children:
+            return None
+        if chunk and len(children) < self.width:
+            return next(iter(children.values()))[0], chunk
+        if chunk == self.depth:
+            return None
+        total = sum(map(len, children.values()))
+        prior = tree.prior(children, chunk)
+
+        def bound(child: int) -> float:
+            episodes = children[child]
+            return upper_bound(tree.value(episodes), len(episodes), prior[child], total, self.exploration)
+
+        order = sorted(children, key=bound, reverse=True)
+        leaves = (self.leaf(tree, children[child], chunk + 1) for child in order)
+        return next((leaf for leaf in leaves if leaf is not None), None)
+
+
+class _Tree:
+    """Episodes [B, T] as lists: who owns a chunk, its mean log-probability, numbers of chunks and outcomes [B]."""
+
+    def __init__(self, rollouts: Rollouts):
+        logp = torch.where(rollouts.mask, rollouts.logp_behaviour, 0.0).sum(-1)
+        logp = logp / rollouts.mask.sum(-1).clamp(min=1)
+        self.owner = [integers(row) for row in owners(rollouts)]
+        self.logp = [[float(value) for value in row] for row in logp.cpu()]
+        self.length = integers(rollouts.alive.sum(1))
+        self.success = integers(rollouts.row_success.long())
+
+    def children(self, rows: list[int], chunk: int) -> dict[int, list[int]]:
+        """Return the episodes through each chunk played in the state of `rows`, by the row that owns it."""
+        children: dict[int, list[int]] = {}
+        for row in rows:
+            if chunk < self.length[row]:
+                children.setdefault(self.owner[row][chunk], []).append(row)
+        return children
+
+    def value(self, rows: list[int]) -> float:
+        """Return the share of successes."""
+        return sum(self.success[row] for row in rows) / len(rows)
+
+    def prior(self, children: Mapping[int, list[int]], chunk: int) -> dict[int, float]:
+        """Return the softmax of the children's mean log-probabilities."""
+        logits = {child: self.logp[child][chunk] for child in children}
+        weights = {child: math.exp(value - max(logits.values())) for child, value in logits.items()}
+        return {child: weight / sum(weights.values()) for child, weight in weights.items()}
