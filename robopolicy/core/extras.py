@@ -33,8 +33,9 @@ class Extras:
     hint: Tensor | None = None
     """[B, T] fraction of the demonstration skipped before the episode. Added during group collection; read by hints."""
     helped: Tensor | None = None
-    """[B, T] bool, episodes played with help after their group. Added during group collection by the allocators
-    retry_*; read by `Rollouts.unaided`.
+    """[B, T] bool, episodes played after their group, with help, by the teacher, or from a state that was chosen. Added
+    during group collection by the allocators retry_*, correct, tree_search and *teacher_rollouts; read by
+    `Rollouts.unaided`.
     """
     budget: Tensor | None = None
     """[B, T, 2] control steps that the episode was asked to take at most, and the world's horizon. Added during group

@@ -126,7 +126,7 @@ class Rollouts:
 
     @property
     def unaided(self) -> "Rollouts":
-        """Rows that were played without help."""
+        """Rows that were played from their initial state, by the policy and without help."""
         helped_mask = self.extras.helped
         return self if helped_mask is None else self.take((~helped_mask[:, 0]).nonzero().squeeze(1))
 

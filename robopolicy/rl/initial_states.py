@@ -183,14 +183,13 @@ class GivesHelp(Protocol):
     """An allocator that plays more episodes with help once a group's outcomes are known.
 
     depth: fraction of the demonstration to start after, 0: another wording of the instruction instead; together:
-    compared with the group's other episodes, else with each other; forget: learned from as if there had been no help;
-    from_plain: only groups whose instruction is in its plain words get other ones.
+    compared with the group's other episodes, else with each other; forget: learned from as if there had been no help.
+    An allocator may define from_plain: only groups whose instruction is in its plain words get other ones.
     """
 
     depth: float
     together: bool
     forget: bool
-    from_plain: bool
 
     def helped(self, rate: Array, sizes: Array, context: Context) -> list[int]:
         """Return the number of helped episodes for groups with these success rates and sizes, [n]."""

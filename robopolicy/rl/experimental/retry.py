@@ -24,8 +24,6 @@ from robopolicy.rl.rewards import at_last_step
 class Retry(Uniform):
     """Counts of helped episodes; base class of the two allocators."""
 
-    from_plain = False
-
     def __init__(
         self,
         *,

@@ -316,7 +316,8 @@ class EpisodeCollector:
                 state = self.demonstrations.state(int(starts[number]), self.allocator.depth)[0]
             elif not self.allocator.depth:
                 plain = spec.meaning(spec.instructions[task]) == spec.instructions[task]
-                wordings = other_wordings(spec, task) if plain or not self.allocator.from_plain else []
+                from_plain = getattr(self.allocator, "from_plain", False)
+                wordings = other_wordings(spec, task) if plain or not from_plain else []
                 task = wordings[batch % len(wordings)] if wordings else task
             if state is not None or task != int(rollouts.task[row, 0]):
                 requests += [Request(int(seeds[number]), first + number, task, state)] * count
