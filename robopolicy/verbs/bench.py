@@ -4,6 +4,7 @@
   interleaved in one process.
 - libero: CPU time of a control step of LIBERO, in its own environment and in robopolicy's, with and without cameras.
 - libero_replay: success in the same control step as in LIBERO's own environment, from the same actions.
+- libero_rl: DSRL on libero_object from few demonstrations, also on suites of LIBERO-PRO.
 - metaworld: the same of Meta-World, for 1, 16 and 64 rows, next to EnvPool where it is installed.
 - robosuite: CPU time of a control step of robosuite's tasks, by robosuite and by robopolicy.
 - recipes: demonstrations, pre-training and fine-tuning by recipe name, per seed.
@@ -102,6 +103,7 @@ BENCHMARKS = Registry(
             "sims",
             "libero",
             "libero_replay",
+            "libero_rl",
             "metaworld",
             "robosuite",
             "recipes",
