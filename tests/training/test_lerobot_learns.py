@@ -128,7 +128,9 @@ def test_tokens_learn_from_their_rewards_and_not_from_those_of_others(tmp_path, 
         policy = load_trainable(tmp_path / "taught", LeRobotTuning())
         assert mean_reward(policy) < -0.35
         after = tuned(policy, world, "pi0_fast")
-    assert after > -0.2 if type(world) is SeeingWorld else after < -0.3
+    # Tokens that follow no reward of theirs drift, and not only away: nine runs with others' or random rewards ended
+    # between -0.50 and -0.12.
+    assert after > -0.08 if type(world) is SeeingWorld else after < -0.1
 
 
 def imitate_roughly(policy: Any) -> None:

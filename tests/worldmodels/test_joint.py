@@ -93,7 +93,7 @@ def test_checkpoints_and_refusals(learned, tmp_path):
     assert check_policy(model, load_policy, level=Level.ACTS).level == Level.ACTS
     with pytest.raises(ConfigError, match="lacks log_prob"):
         require_trainable(model)
-    with pytest.raises(ConfigError, match="reads no instructions"):
+    with pytest.raises(ConfigError, match="reads vectors and no instructions"):
         JointModel(CONFIG, replace(SPEC, instructions=("left", "right")))
     with pytest.raises(ConfigError, match="policy_fraction"):
         JointConfig(policy_fraction=1.0)
