@@ -40,7 +40,10 @@ CAL_QL = (
 )
 """WSRL's agent, small."""
 ALONE = "online.method=actions", "online.agent.critics=4", "online.pretrain_steps=0"
-OPERATED = "online.offline_ratio=0.5", "online.assist.no_progress_steps=8"
+HALF = "online.offline_ratio=0.5"
+OPERATED = HALF, "online.assist.random_rate=0.02", "online.assist.operator_steps=8"
+"""An expert takes over now and then, for eight control steps."""
+FINISHED = HALF, "online.assist.no_progress_steps=8"
 """An expert takes over once a robot makes no progress for eight steps, and finishes its episode."""
 EARLY = (1, 100, 500, 2000)
 """Updates by which a dip has been seen."""
@@ -69,11 +72,12 @@ ARMS = {
     "cal_ql_half": Arm("Cal-QL, half of each batch recorded", (*CAL_QL, "online.offline_ratio=0.5"), logged=True),
     "rlpd": Arm(
         "RLPD",
-        (*ALONE, "online.offline_ratio=0.5"),
+        (*ALONE, HALF),
         logged=True,
     ),
     "rlpd_alone": Arm("RLPD without recorded data", ALONE),
-    "hil_serl": Arm("HIL-SERL: operators, no recorded data", (*ALONE, *OPERATED)),
+    "hil_serl": Arm("HIL-SERL: short interventions, no recorded data", (*ALONE, *OPERATED)),
+    "finished": Arm("HIL-SERL: operators finish episodes", (*ALONE, *FINISHED)),
     "ppo": Arm("PPO in the chain, 62 rows", rows=62),
     "ppo_250": Arm("PPO in the chain, 250 rows", rows=250),
 }
