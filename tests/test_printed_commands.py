@@ -42,6 +42,7 @@ TOGETHER = {
     "collect.correct.max_policy_steps": "policy", "collect.correct.detector": "policy",
     "collect.correct.random_rate": "policy", "collect.correct.recover_data": "recover_steps",
     "collect.correct.rewind": "detector", "online.assist.no_progress_steps": "method",
+    "online.assist.random_rate": "method",
     "online.assist.rewind": "detector",
     "online.dataset": "method", "online.extra_datasets": "method", "online.offline_ratio": "method",
     "offline.data": "model", "success.relabelled": "classifier", "world.success_reward": "success",

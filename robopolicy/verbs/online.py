@@ -5,10 +5,10 @@ online.method=edit: the agent edits the action chunks of a frozen policy of any 
 chunks and the edited ones acts (EXPO); needs few environment steps, so use it where a simulator is slow.
 online.method=actions: the agent outputs action chunks itself; with online.dataset it first trains on recorded data, and
 online.steps=0 stops there. A frozen policy plays the first online.warmup steps. online.offline_ratio=0 then uses online
-data only (WSRL: online.agent=cal_ql); online.offline_ratio=0.5 keeps half of every batch recorded (RLPD). Operators
-intervene with online.assist.random_rate=0.02 online.assist.operator_steps=8: what they do is learned from as own data and
-as demonstrations (HIL-SERL). Base and result are evaluated on the same seeds. If interrupted, run the same command again:
-it resumes and gives the same result.
+data only (WSRL: online.agent=cal_ql); online.offline_ratio=0.5 keeps half of every batch recorded (RLPD).
+Operators intervene with online.assist.random_rate=0.02 online.assist.operator_steps=8: what they do is learned from as
+own data and as demonstrations (HIL-SERL). Base and result are evaluated on the same seeds. If interrupted, run the same
+command again: it resumes and gives the same result.
 """
 
 import copy
