@@ -3,7 +3,7 @@ head; `follow` for target networks.
 """
 
 import math
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 
 import torch
 from einops import rearrange
@@ -94,7 +94,7 @@ class Members(nn.Module):
         layer_norm: bool = False,
     ):
         super().__init__()
-        sizes = [inputs] + [width] * depth + [outputs]
+        sizes = chain((inputs,), repeat(width, depth), (outputs,))  # no list: a strange checkpoint has 10^9 layers
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         for before, after in pairwise(sizes):
             self.weights.append(nn.Parameter(torch.randn(members, before, after) / before**0.5))

@@ -1,6 +1,7 @@
 """Critic V(observation): an encoder followed by an MLP, and the scale of its rewards."""
 
 from collections.abc import Mapping
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Critic(nn.Module):
         super().__init__()
         self.encoder = encoder
         layers: list[nn.Module] = []
-        for size in [features] + [width] * (depth - 1):
+        for size in chain((features,), repeat(width, depth - 1)):
             layers += [nn.Linear(size, width), ACTIVATIONS[activation]()]
         head = nn.Linear(width, 1)
         nn.init.zeros_(head.weight)

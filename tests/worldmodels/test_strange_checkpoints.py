@@ -133,6 +133,24 @@ def test_strange_descriptions_load_or_are_refused(folders, tmp_path: Path, kind:
     fuzz(kind, shutil.copytree(folders[kind], tmp_path / kind), 40)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_may_be_a_billion(folders, tmp_path: Path, kind: str):
+    folder = shutil.copytree(folders[kind], tmp_path / kind)
+    description = json.loads((folder / "config.json").read_text())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for *path, key in places(description):
+        content = copy.deepcopy(description)
+        node = content
+        for each in path:
+            node = node[each]
+        if isinstance(node[key], int) and not isinstance(node[key], bool):
+            node[key] = 10**9
+            refused(kind, folder, json.dumps(content))
+            taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
+            assert taken < MEGABYTES, (*path, key)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_strange_descriptions_load_or_are_refused(folders, tmp_path: Path, kind: str):
