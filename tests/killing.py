@@ -31,7 +31,7 @@ from robopolicy.verbs.verb import VERBS
 
 TEMPORARY = re.compile(r"(\..+\.robopolicy-)[a-z0-9_]{8}(?=\.tmp(/|$))")
 CLOCK = re.compile(
-    r'("(?:seconds[a-z_]*|times_faster)": )(?:\[[^\]]*\]|[-+.e0-9]+)|<b>[0-9]+ s</b>|<b>[0-9.]+ times</b>|'
+    r'("(?:seconds[a-z_]*|times_faster)": )(?:\[[^\]]*\]|[-+.e0-9]+)|<b>[0-9]+ s</b>|<b>[0-9.]+x</b>|'
     r'<td class="short">[0-9]+\.[0-9]</td>'
 )
 """All that may differ between two runs: seconds, in metrics.jsonl, result.json, report.json, benchmark.json, json=PATH

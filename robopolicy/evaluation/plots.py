@@ -4,6 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -332,21 +333,26 @@ def pooled_curve(curves: Sequence[Curve], points: int = 60) -> tuple[np.ndarray,
 
 
 def method_curves(tasks: Mapping[str, Mapping[str, Sequence[Curve]]], bases: Mapping[str, float]) -> str:
-    """Plot success against environment steps, one panel per task, one colour per method: mean over seeds, band from
-    lowest to highest. bases: success after behaviour cloning, by task.
+    """Plot success against environment steps, one panel per task, one colour and style per method: mean over seeds,
+    band from lowest to highest. bases: success after behaviour cloning, by task.
     """
     with drawing():
         figure = new_figure(1.6 + 4.3 * len(tasks), 3.8)
         panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+        names = dict.fromkeys(name for curves in tasks.values() for name in curves)
+        looks = dict(zip(names, product(("-", "-.", ":"), COLOURS), strict=False))
+        lines: dict[str, Any] = {}
         for axes, (task, curves) in zip(panels, tasks.items(), strict=True):
-            for (name, seeds), colour in zip(curves.items(), COLOURS * 3, strict=False):
+            for name, seeds in curves.items():
                 steps, mean, low, high = pooled_curve(seeds)
-                axes.plot(steps / 1e6, mean, color=colour, label=name)
+                style, colour = looks[name]
+                (lines[name],) = axes.plot(steps / 1e6, mean, color=colour, linestyle=style, label=name)
                 axes.fill_between(steps / 1e6, low, high, color=colour, alpha=0.12, linewidth=0)
-            axes.axhline(bases[task], color=BASE, linestyle="--", linewidth=1, label="BC")
+            lines["BC"] = axes.axhline(bases[task], color=BASE, linestyle="--", linewidth=1, label="BC")
             axes.set(title=task, xlabel="million environment steps", ylim=(0, 1.02))
         panels[0].set_ylabel("success")
-        panels[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        handles = [lines[name] for name in (*names, "BC")]
+        panels[-1].legend(handles=handles, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
         return as_svg(figure)
 
 
