@@ -16,7 +16,7 @@ from robopolicy.building.policies import adapt_policy_to_world, model_for
 from robopolicy.building.worlds import state_criterion
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import RobopolicyError
+from robopolicy.core.errors import RobopolicyError, SpecError
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE
 from robopolicy.core.world import Controller
@@ -89,6 +89,9 @@ def _imagined_rate(
         debounce=section.imagination.debounce,
         criterion=criterion,
     )
+    lacking = [key for key in episodes.observation.keys() - world.spec.observation if not key.startswith(IMAGE_PREFIX)]
+    if policy is None and lacking:  # a scripted expert declares nothing: it may read every vector
+        raise SpecError(f"{behaviour.name} may read {', '.join(sorted(lacking))}, which the model does not output.")
     actor = behaviour.actor if policy is None else adapt_policy_to_world(world, policy)
     device = next(iter(model.parameters())).device
     label = f"imagined: {behaviour.name}"
