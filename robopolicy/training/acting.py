@@ -57,7 +57,34 @@ class TeacherSchedule:
         return MixedPolicy(learner, self)
 
 
-class MixedPolicy:
+class _WithTeacher[Learner: Policy]:
+    """Learner and teacher of a policy in which either may act.
+
+    otherwise: what to do, for the error, where the teacher cannot act. Raises ConfigError if its chunks are shorter
+    than the learner's.
+    """
+
+    def __init__(self, learner: Learner, teacher: Policy, otherwise: str = ""):
+        if teacher.spec.chunk < learner.spec.chunk:
+            raise ConfigError(
+                f"The teacher's chunks have {teacher.spec.chunk} control steps, the policy's {learner.spec.chunk}, so "
+                f"the teacher cannot act in its place{otherwise}."
+            )
+        self.learner, self.teacher = learner, teacher
+
+    @property
+    def spec(self) -> PolicySpec:
+        """The learner's spec, plus the observations that the teacher reads."""
+        learner_spec = self.learner.spec
+        return replace(learner_spec, observation={**self.teacher.spec.observation, **learner_spec.observation})
+
+    def reset(self, rows: Rows = None) -> None:
+        """Reset both policies. rows: indices [R] of the episodes to forget, None for all."""
+        self.learner.reset(rows)
+        self.teacher.reset(rows)
+
+
+class MixedPolicy(_WithTeacher[Policy]):
     """Mixture policy: at every policy call and for every row, the teacher acts with probability `turns.share`, else the
     learner.
 
@@ -66,24 +93,8 @@ class MixedPolicy:
     """
 
     def __init__(self, learner: Policy, turns: TeacherSchedule):
-        learner_spec, other = learner.spec, turns.teacher.spec
-        if other.chunk < learner_spec.chunk:
-            raise ConfigError(
-                f"The teacher's chunks have {other.chunk} control steps, the policy's {learner_spec.chunk}, so the "
-                "teacher cannot act in its place: set teacher_fraction=0, so that it only labels."
-            )
-        self.learner, self.turns = learner, turns
-
-    @property
-    def spec(self) -> PolicySpec:
-        """The learner's spec, plus the observations that the teacher reads."""
-        learner_spec = self.learner.spec
-        return replace(learner_spec, observation={**self.turns.teacher.spec.observation, **learner_spec.observation})
-
-    def reset(self, rows: Rows = None) -> None:
-        """Reset both policies. rows: indices [R] of the episodes to forget, None for all."""
-        self.learner.reset(rows)
-        self.turns.teacher.reset(rows)
+        super().__init__(learner, turns.teacher, ": set teacher_fraction=0, so that it only labels")
+        self.turns = turns
 
     @torch.no_grad()
     def act(
@@ -100,7 +111,7 @@ class MixedPolicy:
         latents = {**decision.latents, TAUGHT: teacher_mask}
         if not bool(teacher_mask.any()):
             return Decision(decision.actions, latents, decision.logp, decision.mask)
-        teacher_actions = self.turns.teacher.act(observation, generator, deterministic=True).actions[
+        teacher_actions = self.teacher.act(observation, generator, deterministic=True).actions[
             :, : decision.actions.shape[1]
         ]
         actions = torch.where(teacher_mask[:, None, None], teacher_actions.to(decision.actions.dtype), decision.actions)
@@ -110,7 +121,7 @@ class MixedPolicy:
         return Decision(actions, latents, torch.where(mask, decision.logp, 0.0), mask)
 
 
-class DemonstratingPolicy:
+class DemonstratingPolicy(_WithTeacher[ScoredPolicy]):
     """A policy in whose place the teacher plays a fraction of the rows from start to end, scored as the policy's own.
 
     In groups of n episodes a fraction of 1 / n is about one demonstration per group, from the group's own initial state
@@ -126,24 +137,8 @@ class DemonstratingPolicy:
                 f"teacher_episode_fraction={fraction:g}: {type(learner).__name__} cannot compute log-probabilities of "
                 "the teacher's actions; token policies can, and denoising policies with likelihood=matching."
             )
-        if teacher.spec.chunk < learner.spec.chunk:
-            raise ConfigError(
-                f"The teacher's chunks have {teacher.spec.chunk} control steps, the policy's {learner.spec.chunk}, so "
-                "the teacher cannot act in its place: set teacher_episode_fraction=0."
-            )
-        self.learner: ScoredPolicy = learner
-        self.teacher, self.fraction = teacher, fraction
-
-    @property
-    def spec(self) -> PolicySpec:
-        """The learner's spec, plus the observations that the teacher reads."""
-        learner_spec = self.learner.spec
-        return replace(learner_spec, observation={**self.teacher.spec.observation, **learner_spec.observation})
-
-    def reset(self, rows: Rows = None) -> None:
-        """Reset both policies. rows: indices [R] of the episodes to forget, None for all."""
-        self.learner.reset(rows)
-        self.teacher.reset(rows)
+        super().__init__(learner, teacher, ": set teacher_episode_fraction=0")
+        self.fraction = fraction
 
     @torch.no_grad()
     def act(
@@ -168,7 +163,7 @@ class DemonstratingPolicy:
         return Decision(merged(actions, decision.actions), latents, merged(logp, decision.logp), mask)
 
 
-class TakesOver:
+class TakesOver(_WithTeacher[ScoredPolicy]):
     """The learner, or the teacher in its place in all rows while `teaching` is set, scored as the learner's own.
 
     The teacher has the learner's steps (`difference_of_steps`), so its latents are stored as they are, with the
@@ -184,24 +179,8 @@ class TakesOver:
                 f"{difference or 'the policy has no log-probabilities'}. Use a teacher of the same policy kind, "
                 "schedule or vocabulary, and normalisation."
             )
-        if teacher.spec.chunk < learner.spec.chunk:
-            raise ConfigError(
-                f"The teacher's chunks have {teacher.spec.chunk} control steps, the policy's {learner.spec.chunk}, so "
-                "the teacher cannot act in its place."
-            )
-        self.learner: ScoredPolicy = learner
-        self.teacher, self.teaching = teacher, False
-
-    @property
-    def spec(self) -> PolicySpec:
-        """The learner's spec, plus the observations that the teacher reads."""
-        learner_spec = self.learner.spec
-        return replace(learner_spec, observation={**self.teacher.spec.observation, **learner_spec.observation})
-
-    def reset(self, rows: Rows = None) -> None:
-        """Reset both policies. rows: indices [R] of the episodes to forget, None for all."""
-        self.learner.reset(rows)
-        self.teacher.reset(rows)
+        super().__init__(learner, teacher)
+        self.teaching = False
 
     @torch.no_grad()
     def act(

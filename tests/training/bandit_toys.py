@@ -16,7 +16,7 @@ from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import STATE, TASK, Field, PolicySpec, WorldSpec
 from robopolicy.core.storage import write_folder_atomic
 from robopolicy.core.tensors import load_tree, save_tree
-from robopolicy.core.world import Step
+from robopolicy.core.world import Snapshot, Step
 
 FIELDS = {STATE: Field((2,))}
 ACTION = Field((2,), low=-1.0, high=1.0)
@@ -63,6 +63,19 @@ class BanditWorld:
 
     def close(self) -> None:
         pass
+
+
+class SavesRows:
+    """Adds snapshots of rows to a bandit."""
+
+    def snapshot(self, rows=None) -> Snapshot:
+        chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
+        return Snapshot({"context": self.context[chosen].copy(), "time": self.time[chosen].copy()})
+
+    def restore(self, snapshot: Snapshot, rows=None):
+        chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
+        self.context[chosen], self.time[chosen] = snapshot.arrays["context"], snapshot.arrays["time"]
+        return self.observe()
 
 
 class MortalWorld(BanditWorld):

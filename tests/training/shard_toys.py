@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bandit_toys import BanditWorld, ChainPolicy
+from bandit_toys import BanditWorld, ChainPolicy, SavesRows
 
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.registry import load_dotted
 from robopolicy.core.structured import from_plain
 from robopolicy.core.tensors import to_arrays, to_tensors
-from robopolicy.core.world import Snapshot
 from robopolicy.nn.sharing import load_trainable_state
 from robopolicy.training.collection import ShardPlayer
 from robopolicy.training.configuration import FinetuneConfig
@@ -34,17 +33,8 @@ class UnevenWorld(BanditWorld):
         return self.observe()
 
 
-class SavedWorld(UnevenWorld):
+class SavedWorld(SavesRows, UnevenWorld):
     """The same, with rows that can be saved."""
-
-    def snapshot(self, rows=None) -> Snapshot:
-        chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
-        return Snapshot({"context": self.context[chosen].copy(), "time": self.time[chosen].copy()})
-
-    def restore(self, snapshot: Snapshot, rows=None):
-        chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
-        self.context[chosen], self.time[chosen] = snapshot.arrays["context"], snapshot.arrays["time"]
-        return self.observe()
 
 
 def player_of(job: Mapping[str, Any]) -> ShardPlayer:

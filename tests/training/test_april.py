@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bandit_toys import BanditWorld, ChainPolicy
+from bandit_toys import BanditWorld, ChainPolicy, SavesRows
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
-from robopolicy.core.world import Snapshot
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.episodes import EpisodePlayer
 from robopolicy.training.collection.episodes import EpisodeCollector
@@ -51,17 +50,8 @@ class Uneven(BanditWorld):
         return self.observe()
 
 
-class Saved(Uneven):
+class Saved(SavesRows, Uneven):
     """The same, with rows that can be saved."""
-
-    def snapshot(self, rows=None) -> Snapshot:
-        chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
-        return Snapshot({"context": self.context[chosen].copy(), "time": self.time[chosen].copy()})
-
-    def restore(self, snapshot: Snapshot, rows=None):
-        chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
-        self.context[chosen], self.time[chosen] = snapshot.arrays["context"], snapshot.arrays["time"]
-        return self.observe()
 
 
 def collector_of(config: FinetuneConfig, world: Any = None, policy: ChainPolicy | None = None) -> EpisodeCollector:

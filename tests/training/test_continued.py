@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from bandit_toys import SavesRows
 from seeing_toys import SeeingWorld, denoising_policy, token_policy
 
 from robopolicy.core.errors import ConfigError
@@ -35,17 +36,8 @@ SEARCHED = replace(
 )  # fmt: skip
 
 
-class SavedWorld(SeeingWorld):
+class SavedWorld(SavesRows, SeeingWorld):
     """The same, with rows that can be saved."""
-
-    def snapshot(self, rows=None) -> Snapshot:
-        chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
-        return Snapshot({"context": self.context[chosen].copy(), "time": self.time[chosen].copy()})
-
-    def restore(self, snapshot: Snapshot, rows=None):
-        chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
-        self.context[chosen], self.time[chosen] = snapshot.arrays["context"], snapshot.arrays["time"]
-        return self.observe()
 
 
 def pair_of(make, world):
