@@ -45,11 +45,13 @@ CONFIG = FinetuneConfig(
 """The base needs nothing: signs of outcomes, weighted regression."""
 
 GIVERS = {
-    Need.IMPLICIT: "prime",
-    Need.VALUES: "q_ensemble",
-    Need.PREFERENCE: "discriminator",
-    Need.FLOW_VALUES: "flow_critic",
+    Need.IMPLICIT: ("prime",),
+    Need.VALUES: ("q_ensemble",),
+    Need.PREFERENCE: ("discriminator",),
+    Need.FLOW_VALUES: ("flow_critic",),
+    Need.FIRST_ERRORS: ("q_ensemble", "first_error"),
 }
+"""Models, in their order, that satisfy a need."""
 BY_MATCHING = {Need.MATCHING, Need.FLOW_VALUES}
 NEEDS_TEACHER = {Need.TEACHER, Need.SAME_STEPS, Need.TEACHER_SCORES, Need.TEACHER_OVERLAP, Need.PREFERENCE}
 SEVERAL = {Slot.CREDIT, Slot.REWARD, Slot.SELECTION, Slot.AUXILIARY, Slot.CONTROLLER, Slot.MODEL}
@@ -80,11 +82,13 @@ def experts() -> Episodes:
 def alone(entry: Mechanism) -> FinetuneConfig:
     """The configuration in which this mechanism stands alone."""
     names: dict = {entry.slot.value: (entry.name,) if entry.slot in SEVERAL else entry.name}
-    models = tuple(GIVERS[need] for need in GIVERS if need in entry.needs)
+    models = tuple(name for need in GIVERS if need in entry.needs for name in GIVERS[need])
+    if Need.BUDGETS in entry.needs:
+        names["allocator"] = "budgets"
     if models:
         names["models"] = models
     needs_groups = bool(entry.needs & {Need.GROUPS, Need.WHOLE_GROUPS} or models == ("prime",))
-    chooses = entry.slot in (Slot.SAMPLER, Slot.ALLOCATOR, Slot.HINT)
+    chooses = entry.slot in (Slot.SAMPLER, Slot.ALLOCATOR, Slot.HINT) or "allocator" in names
     starts = 4 if chooses or Need.STARTS in entry.needs else 0
     return replace(CONFIG, num_initial_states=starts, group_size=2 if needs_groups else 1, **names)
 
@@ -96,6 +100,10 @@ def alone(entry: Mechanism) -> FinetuneConfig:
 def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: str):
     reads_images = Need.BLACKOUT_SCORES in entry.needs
     world = SeeingWorld(4)
+    config = alone(entry)
+    if config.allocator == "budgets":  # which a policy hears in as many wordings of a goal
+        world.spec = replace(world.spec, paraphrases={INSTRUCTIONS[0]: INSTRUCTIONS[1:]})
+        config = replace(config, group_size=2, options={"budgets": {"budgets": (0.5, 1.0)}})
     make = denoising_policy if kind == "denoising" else token_policy
     scored = {"likelihood": Likelihood.MATCHING} if entry.needs & BY_MATCHING and kind == "denoising" else {}
     policy = make(world, cameras=reads_images, **scored)
@@ -113,7 +121,6 @@ def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: 
     critic = None
     if Need.CRITIC in entry.needs:
         critic = state_critic(world.spec.observation, 1, width=8, instructions=world.spec.instructions)
-    config = alone(entry)
     if entry.needs & REFUSED[kind]:
         with pytest.raises(ConfigError, match=rf"({'|'.join((entry.name, *(config.models or ())))}) needs "):
             finetune(policy, critic, world, config, guidance=guidance)

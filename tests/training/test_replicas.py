@@ -36,8 +36,8 @@ TINY = (
     "finetune.checkpoint_every=2",
     "finetune.videos=0",
 )
-WITHOUT_SUCCESS = {"pacs", "spear", "digi_q", "truncated_ppo"}
-"""Presets that have no gradient here: they learn from successes or finished episodes, or warm up."""
+WITHOUT_SUCCESS = {"pacs", "spear", "drpo", "digi_q", "truncated_ppo"}
+"""Presets that have no gradient here: they learn from successes, both outcomes or finished episodes, or warm up."""
 
 
 @pytest.fixture(scope="module")
