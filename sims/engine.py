@@ -35,9 +35,10 @@ from robopolicy.core.spec import (
 )
 from robopolicy.core.stages import Stage
 from robopolicy.core.world import Rows, Snapshot, Step
+from sims.graphics import FREE_CAMERA
 from sims.instructions import PLAIN, TRAINING, instruction_set
 from sims.physics.protocol import Physics, PhysicsOfModels, make_physics, state_layout
-from sims.render import FREE_CAMERA, FrameRenderer, restyle
+from sims.render import FrameRenderer, restyle
 from sims.task import Markers, Readings, Task, model_path
 from sims.variations.protocol import OPTION, Variation
 

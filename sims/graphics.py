@@ -5,12 +5,42 @@
 import atexit
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mujoco
+import numpy as np
 
 from robopolicy.core.errors import ConfigError
+
+FREE_CAMERA = ""
+"""MuJoCo's free camera on the whole scene, for models without named cameras."""
+
+
+@dataclass(frozen=True)
+class Prop:
+    """Geometry that is drawn into images and is no part of the model.
+
+    kind: a mujoco.mjtGeom; size: [3] m, as of a geom of this kind; position: [3] m; rotation: [3, 3]; rgba: [4].
+    """
+
+    kind: mujoco.mjtGeom
+    size: np.ndarray
+    position: np.ndarray
+    rotation: np.ndarray
+    rgba: np.ndarray
+
+
+@dataclass(frozen=True)
+class Look:
+    """Appearance of one episode. model: a copy of the scene's model with other values; textures: numbers of the
+    textures that differ from the scene's.
+    """
+
+    model: mujoco.MjModel
+    props: tuple[Prop, ...] = ()
+    textures: tuple[int, ...] = ()
 
 
 class HoldsContexts(Protocol):
@@ -61,3 +91,48 @@ def upload_textures(renderer: mujoco.Renderer, model: mujoco.MjModel, textures: 
         context._gl_context.make_current()
     for texture in textures:
         mujoco.mjr_uploadTexture(model, context._mjr_context, texture)
+
+
+class LookRenderer:
+    """A graphics context, opened for one model, that draws the looks of this model; shadows: whether it draws them."""
+
+    def __init__(self, renderer: mujoco.Renderer, shadows: bool = False):
+        self._renderer, self._shadows = renderer, shadows
+        self._textured: Look | None = None
+
+    def image(self, look: Look, data: mujoco.MjData, view: mujoco.MjvCamera, option: mujoco.MjvOption) -> np.ndarray:
+        """Return uint8 [height, width, 3] of `data`, whose kinematics are computed with the model of `look`."""
+        renderer, last = self._renderer, self._textured
+        textures = {*look.textures, *(last.textures if last else ())}
+        if look is not last and textures:  # the context keeps those of the last image
+            upload_textures(renderer, look.model, sorted(textures))
+            self._textured = look
+        every_kind = mujoco.mjtCatBit.mjCAT_ALL.value
+        mujoco.mjv_updateScene(look.model, data, option, None, view, every_kind, renderer.scene)
+        _add_props(renderer.scene, look.props)
+        if not self._shadows:
+            without_shadows(renderer)
+        return renderer.render()
+
+    def close(self) -> None:
+        """Free the graphics context."""
+        self._renderer.close()
+
+
+def view_of(model: mujoco.MjModel, camera: str) -> mujoco.MjvCamera:
+    """Return the view from a named camera of the model, or from its free camera."""
+    view = mujoco.MjvCamera()
+    if camera == FREE_CAMERA:
+        mujoco.mjv_defaultFreeCamera(model, view)
+        return view
+    view.type = mujoco.mjtCamera.mjCAMERA_FIXED.value
+    view.fixedcamid = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA.value, camera)
+    return view
+
+
+def _add_props(scene: mujoco.MjvScene, props: Sequence[Prop]) -> None:
+    for prop in props:
+        geom = scene.geoms[scene.ngeom]
+        mujoco.mjv_initGeom(geom, prop.kind, prop.size, prop.position, prop.rotation.ravel(), prop.rgba)
+        geom.specular = 0.0
+        scene.ngeom += 1

@@ -10,42 +10,13 @@ lights.
 # (MuJoCo's compiled classes have no type stubs.)
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mujoco
 import numpy as np
 
 from robopolicy.core.randomness import numpy_generator
-from sims.graphics import open_renderer, upload_textures, without_shadows
+from sims.graphics import Look, LookRenderer, open_renderer, view_of
 from sims.task import Markers
-
-FREE_CAMERA = ""
-"""MuJoCo's free camera on the whole scene, for models without named cameras."""
-
-
-@dataclass(frozen=True)
-class Prop:
-    """Geometry that is drawn into images and is no part of the model.
-
-    kind: a mujoco.mjtGeom; size: [3] m, as of a geom of this kind; position: [3] m; rotation: [3, 3]; rgba: [4].
-    """
-
-    kind: mujoco.mjtGeom
-    size: np.ndarray
-    position: np.ndarray
-    rotation: np.ndarray
-    rgba: np.ndarray
-
-
-@dataclass(frozen=True)
-class Look:
-    """Appearance of one episode. model: a copy of the scene's model with other values; textures: numbers of the
-    textures that differ from the scene's.
-    """
-
-    model: mujoco.MjModel
-    props: tuple[Prop, ...] = ()
-    textures: tuple[int, ...] = ()
 
 
 class FrameRenderer:
@@ -60,8 +31,7 @@ class FrameRenderer:
         quality.numquads = 1
         self._data = mujoco.MjData(model)
         self._own_look = Look(model)
-        self._renderers: dict[tuple[int, int], mujoco.Renderer] = {}
-        self._textured: dict[tuple[int, int], Look] = {}
+        self._renderers: dict[tuple[int, int], LookRenderer] = {}
         self._option = mujoco.MjvOption()
         self._option.geomgroup[3] = 0
 
@@ -81,7 +51,7 @@ class FrameRenderer:
         """
         renderer = self._renderer(height, width)
         data = self._data
-        view = _view(self._model, camera)
+        view = view_of(self._model, camera)
         frames = np.empty((len(qpos), height, width, 3), dtype=np.uint8)
         for index, position in enumerate(qpos):
             look = self._own_look if looks is None else looks[index]
@@ -92,26 +62,13 @@ class FrameRenderer:
                 data.mocap_quat[:] = markers.quaternion[index]
             mujoco.mj_kinematics(model, data)
             mujoco.mj_camlight(model, data)
-            self._show_textures(renderer, look)
-            every_kind = mujoco.mjtCatBit.mjCAT_ALL.value
-            mujoco.mjv_updateScene(model, data, self._option, None, view, every_kind, renderer.scene)
-            _add_props(renderer.scene, look.props)
-            without_shadows(renderer)
-            renderer.render(out=frames[index])
+            frames[index] = renderer.image(look, data, view, self._option)
         return frames
 
-    def _show_textures(self, renderer: mujoco.Renderer, look: Look) -> None:
-        """Make the graphics context of `renderer` use the textures of `look`; it keeps those of the last image."""
-        size = (renderer.height, renderer.width)
-        last = self._textured.get(size, self._own_look)
-        if look is not last and (textures := {*last.textures, *look.textures}):
-            upload_textures(renderer, look.model, sorted(textures))
-            self._textured[size] = look
-
-    def _renderer(self, height: int, width: int) -> mujoco.Renderer:
+    def _renderer(self, height: int, width: int) -> "LookRenderer":
         size = (height, width)
         if size not in self._renderers:
-            self._renderers[size] = open_renderer(self._model, height, width, self)
+            self._renderers[size] = LookRenderer(open_renderer(self._model, height, width, self))
         return self._renderers[size]
 
     def close(self) -> None:
@@ -119,26 +76,6 @@ class FrameRenderer:
         for renderer in self._renderers.values():
             renderer.close()
         self._renderers.clear()
-        self._textured.clear()
-
-
-def _view(model: mujoco.MjModel, camera: str) -> mujoco.MjvCamera:
-    """Return the view from a named camera of the model, or from its free camera."""
-    view = mujoco.MjvCamera()
-    if camera == FREE_CAMERA:
-        mujoco.mjv_defaultFreeCamera(model, view)
-        return view
-    view.type = mujoco.mjtCamera.mjCAMERA_FIXED.value
-    view.fixedcamid = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA.value, camera)
-    return view
-
-
-def _add_props(scene: mujoco.MjvScene, props: Sequence[Prop]) -> None:
-    for prop in props:
-        geom = scene.geoms[scene.ngeom]
-        mujoco.mjv_initGeom(geom, prop.kind, prop.size, prop.position, prop.rotation.ravel(), prop.rgba)
-        geom.specular = 0.0
-        scene.ngeom += 1
 
 
 def restyle(model: mujoco.MjModel, style: int, strength: float = 1.0) -> None:

@@ -19,13 +19,13 @@ import numpy as np
 from gymnasium import spaces
 
 from robopolicy.core.errors import ConfigError, did_you_mean
-from sims.graphics import open_renderer, without_shadows
+from sims.graphics import view_of
 from sims.suites.libero_scene import (
     SCENES_KEPT,
     LiberoTask,
     Row,
-    Scene,
     Settled,
+    bounds_of,
     imported,
     initial_states,
     quiet,
@@ -62,7 +62,9 @@ class LiberoEnvironment(gymnasium.Env):
     or None for one placement per task; fixtures: seed of that one placement; settle_steps: control steps that hold
     still before the first observation; sleep: whether MuJoCo skips resting bodies; look: "light" or "original", with
     the shadows, reflections, multisampling and texture sizes of LIBERO's own images; initial_state: of all episodes,
-    default by seed; shaped: whether the reward is progress towards the goal (`Scene.progress`) instead of success.
+    default by seed; shaped: whether the reward is progress towards the goal (`Scene.progress`) instead of success;
+    variation: factors of variation of the episodes, see `sims.variations`.
+
     Options of `reset`: task, initial_state. Raises ConfigError on an unknown name or value.
     """
 
@@ -84,6 +86,7 @@ class LiberoEnvironment(gymnasium.Env):
         look: str = LIGHT,
         initial_state: int | None = None,
         shaped: bool = False,
+        variation: Any = None,
     ):
         for label, value, known in (("protocol", protocol, (None, *PROTOCOLS)), ("look", look, LOOKS)):
             if value not in known:
@@ -104,9 +107,11 @@ class LiberoEnvironment(gymnasium.Env):
         self.action_space = spaces.Box(-1.0, 1.0, (7,), np.float32)
         # The state of an episode; a snapshot holds these and MuJoCo's data.
         self.task, self.start = 0, 0
+        self.episode = 0
         self._goal, self._fingers = np.zeros(12), np.zeros(2)
         self._first, self._lit = False, False
-        self._row = Row(scene_of(self._tasks[0], sleep))
+        self._variation = bounds_of(variation)
+        self._row = Row(scene_of(self._tasks[0], sleep, self._variation))
         self.seen = np.zeros(self._row.model.nq)
         self.painter = LiberoPainter(self, look)
 
@@ -115,12 +120,12 @@ class LiberoEnvironment(gymnasium.Env):
     @property
     def row(self) -> Row:
         """Data of the episode's task, in whose scene the fixtures of this episode stand."""
-        task = self._tasks[self.task]
-        if self._row.scene.task != task:
-            self._row = Row(scene_of(task, self._sleep))
-        scene, key = self._row.scene, self._placement
-        scene.place(key, scene.placement(*key))
-        return self._row
+        task, row = self._tasks[self.task], self._row
+        is_other = row.scene.physics_by_episode and row.seed != self.episode
+        if row.scene.task != task or is_other:
+            self._row = row = Row(scene_of(task, self._sleep, self._variation), self.episode)
+        row.place(self._placement)
+        return row
 
     @property
     def _placement(self) -> tuple[int, int]:
@@ -151,13 +156,15 @@ class LiberoEnvironment(gymnasium.Env):
         super().reset(seed=seed)
         number = int(self.np_random.integers(2**31)) if seed is None else int(seed)
         task, start = start_of(number, len(self._tasks))
+        self.episode = number
         request = dict(options or {})
         self.task = _below(request.get("task", task), len(self._tasks), "task")
         states = initial_states(self._tasks[self.task])
         state_index = request.get("initial_state", self._fixed_state)
         self.start = start % len(states) if state_index is None else _below(state_index, len(states), "initial_state")
         row = self.row
-        starts, key = row.scene.settled, (self.start, self._placement, self._settle)
+        starts = {} if row.scene.physics_by_episode else row.scene.settled
+        key = (self.start, self._placement, self._settle)
         if key not in starts:
             starts[key] = self._settled(row, states[self.start])
         self._goal, self._fingers = starts[key].goal.copy(), starts[key].fingers.copy()
@@ -181,6 +188,7 @@ class LiberoEnvironment(gymnasium.Env):
         mujoco.mj_resetData(model, data)
         data.time = state[0]
         data.qpos[:], data.qvel[:] = state[1 : 1 + model.nq], state[1 + model.nq : 1 + model.nq + model.nv]
+        row.scene.place_objects(data.qpos, self.episode)
         self._goal, self._fingers = row.scene.rest[POSITION:JACOBIAN].copy(), np.zeros(2)
         self._first = True
         hold = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
@@ -318,31 +326,19 @@ class LiberoPainter:
             raise ConfigError(f"LIBERO has no camera '{camera}'.{did_you_mean(camera, self.names)}")
         environment = self._environment()
         assert environment is not None
-        scene = environment.row.scene
-        drawn, data = scene.drawn(self._is_light)
-        renderer = self._renderer(scene, height, width)
-        drawn.body_pos[:], drawn.body_quat[:] = scene.model.body_pos, scene.model.body_quat
+        row = environment.row
+        look, data = row.scene.drawn(self._is_light, environment.episode)
+        drawn = look.model
+        drawn.body_pos[:], drawn.body_quat[:] = row.model.body_pos, row.model.body_quat
         data.qpos[:] = environment.seen
         mujoco.mj_kinematics(drawn, data)
         mujoco.mj_comPos(drawn, data)  # lights and cameras may follow a centre of mass
         mujoco.mj_camlight(drawn, data)
-        for site in scene.sites:
+        for site in row.scene.sites:
             drawn.site_rgba[site, 3] = float(environment._lit)
-        view = CAMERAS.get(camera, "agentview" if camera == "default" else camera)
-        renderer.update_scene(data, view, scene_option=self._visible)
-        if self._is_light:
-            without_shadows(renderer)
-        image = renderer.render()
+        view = view_of(drawn, CAMERAS.get(camera, "agentview" if camera == "default" else camera))
+        image = row.scene.renderer(self._is_light, height, width).image(look, data, view, self._visible)
         return np.ascontiguousarray(image[:, ::-1]) if camera in CAMERAS else image
-
-    def _renderer(self, scene: Scene, height: int, width: int) -> mujoco.Renderer:
-        key = (height, width, self._is_light)
-        if key not in scene.renderers:
-            model, _ = scene.drawn(self._is_light)
-            if self._is_light:
-                model.vis.quality.offsamples = 0
-            scene.renderers[key] = open_renderer(model, height, width, scene)
-        return scene.renderers[key]
 
     def close(self) -> None:
         """Leave the contexts to the other rows of the scene; they are freed with it."""

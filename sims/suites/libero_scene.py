@@ -16,14 +16,18 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mujoco
 import numpy as np
 from PIL import Image
 
 from robopolicy.core.errors import ConfigError, did_you_mean, require_extra
+from sims.graphics import Look, LookRenderer, open_renderer
 from sims.suites.operational_space import Arm, ArmIndices, consecutive
+
+if TYPE_CHECKING:
+    from sims.variations.protocol import Variation
 
 NEEDED_MUJOCO = (3, 10)
 """LIBERO's package calls `mj_fullM` with the arguments that it has since this version of MuJoCo."""
@@ -41,6 +45,8 @@ Predicate = Callable[[mujoco.MjData], bool]
 Progress = Callable[[mujoco.MjData], float]
 REACH, CARRY = 0.1, 0.15
 """Distances in metres over which progress falls off, of the hand to what it has to move, and of that to its place."""
+Bounds = tuple[tuple[str, tuple[float, float]], ...]
+"""Factors of variation with their lowest and highest values, see `variation_bounds`."""
 Pose = tuple[np.ndarray, np.ndarray]
 """Positions [F, 3] and orientations [F, 4] of fixtures."""
 
@@ -141,6 +147,24 @@ def initial_states(task: LiberoTask) -> np.ndarray:
         ) from error
 
 
+def bounds_of(variation: Any) -> Bounds:
+    """Return the factors of world.options.variation; raises ConfigError on wrong ones."""
+    if variation is None:
+        return ()
+    from sims.variations.protocol import variation_bounds  # which imports torch
+
+    return tuple(variation_bounds(variation).items())
+
+
+def of_kind(variation: Bounds, kind: str) -> Bounds:
+    """Return the factors that are "physical" or "visible", attributes of `Factor`."""
+    if not variation:
+        return ()
+    from sims.variations.protocol import FACTORS  # which imports torch
+
+    return tuple((name, bounds) for name, bounds in variation if getattr(FACTORS.load(name), kind))
+
+
 # -- scenes -------------------------------------------------------------------------------------------------------
 
 
@@ -161,13 +185,16 @@ class Scene:
     model: shared by all rows, whose fixtures' poses are those of whoever called `place` last; arm: indices of the
     robot; rest: state of the arm after a reset [117], relative to which the first action moves; bodies: object or
     fixture -> body; joints: name -> address of its position; sites: site -> whether it glows, of stoves; settled: saved
-    starts; renderers: open graphics contexts, by height, width and whether the look is light.
+    starts; renderers: open graphics contexts, by height, width and whether the look is light. Raises ConfigError on
+    factors of `variation` that the scene cannot vary.
     """
 
-    def __init__(self, task: LiberoTask, sleep: bool):
+    def __init__(self, task: LiberoTask, sleep: bool, variation: Bounds = ()):
         self.task, self._builder = task, _builder(task)
         inner = self._builder
         self.model: mujoco.MjModel = inner.sim.model._model
+        self._physics = self._varied(self.model, of_kind(variation, "physical"))
+        self._appearance = of_kind(variation, "visible")
         model, robot = self.model, inner.robots[0]
         names = mujoco.mj_name2id
         self.site = names(model, mujoco.mjtObj.mjOBJ_SITE, robot.gripper.important_sites["grip_site"])
@@ -202,11 +229,35 @@ class Scene:
         if sleep:
             self._let_sleep()
         self.settled: dict[tuple[object, ...], Settled] = {}
-        self.renderers: dict[tuple[int, int, bool], mujoco.Renderer] = {}
-        self._drawn_models: dict[bool, tuple[mujoco.MjModel, mujoco.MjData]] = {}
+        self.renderers: dict[tuple[int, int, bool], LookRenderer] = {}
+        self._drawn_models: dict[bool, tuple[Look, mujoco.MjData, Variation | None]] = {}
+        if self._appearance:
+            self.drawn(True, 0)  # so that an appearance that it cannot vary is refused here
         self._placed: object = None
         self._as_built = model.body_pos.copy(), model.body_quat.copy()
         self._drawn: dict[tuple[int, int], Pose] = {}
+
+    def _varied(self, model: mujoco.MjModel, factors: Bounds) -> "Variation | None":
+        """Return these factors of episodes that `model` simulates or draws, None without any."""
+        if not factors:
+            return None
+        from sims.variations.protocol import Variation  # which imports torch
+
+        return Variation(dict(factors), model, f"libero/{self.task.suite}:{self.task.index}", 1)
+
+    @property
+    def physics_by_episode(self) -> bool:
+        """Whether episodes differ in their physics, so that every row has a model of its own."""
+        return self._physics is not None and self._physics.physics_by_episode
+
+    def place_objects(self, qpos: np.ndarray, seed: int) -> None:
+        """Adapt an initial state qpos [nq], in place, to the episode with this seed."""
+        if self._physics:
+            self._physics.place(qpos[None], np.array([seed]))
+
+    def model_of(self, seed: int) -> mujoco.MjModel:
+        """Return the model of the episode with this seed."""
+        return self._physics.models(np.array([seed]))[0] if self._physics else self.model
 
     def _resting_arm(self) -> np.ndarray:
         """Return the state of the arm that the controller reads when it is created, [117]."""
@@ -420,8 +471,9 @@ class Scene:
                 sites[site] = self._predicate(("turnon", name))
         return sites
 
-    def drawn(self, light: bool) -> tuple[mujoco.MjModel, mujoco.MjData]:
-        """Return the same model with textures, for images, and the data into which the row that is drawn is written.
+    def drawn(self, light: bool, seed: int) -> tuple[Look, mujoco.MjData]:
+        """Return the look of the episode with this seed, whose model has textures, and the data into which the row that
+        is drawn is written.
 
         light: with textures of at most `TEXTURE_SIDE` pixels, a third of the memory.
         """
@@ -429,8 +481,21 @@ class Scene:
             xml, images = with_small_textures(self._builder.full_xml) if light else (self._builder.full_xml, None)
             model = mujoco.MjModel.from_xml_string(xml, images)
             model.site_rgba[:] = self.model.site_rgba
-            self._drawn_models[light] = model, mujoco.MjData(model)
-        return self._drawn_models[light]
+            appearance = self._varied(model, self._appearance)
+            self._drawn_models[light] = Look(model), mujoco.MjData(model), appearance
+        look, data, appearance = self._drawn_models[light]
+        looks = appearance.looks(np.array([seed])) if appearance else None
+        return looks[0] if looks else look, data
+
+    def renderer(self, light: bool, height: int, width: int) -> LookRenderer:
+        """Return the graphics context for images of this size, opened if it is missing."""
+        key = (height, width, light)
+        if key not in self.renderers:
+            model = self._drawn_models[light][0].model
+            if light:
+                model.vis.quality.offsamples = 0
+            self.renderers[key] = LookRenderer(open_renderer(model, height, width, self), shadows=not light)
+        return self.renderers[key]
 
     def close(self) -> None:
         """Free the graphics contexts."""
@@ -440,12 +505,27 @@ class Scene:
 
 
 class Row:
-    """MuJoCo's data of one row of a scene, and the arm in it."""
+    """MuJoCo's data of one row of a scene, and the arm in it.
 
-    def __init__(self, scene: Scene):
-        self.scene, self.model = scene, scene.model
-        self.data = mujoco.MjData(scene.model)
+    seed: of the episode, whose model is the row's own where episodes differ in their physics.
+    """
+
+    def __init__(self, scene: Scene, seed: int = 0):
+        self.scene, self.seed = scene, seed
+        self.model = scene.model_of(seed)
+        self._placed: object = None
+        self.data = mujoco.MjData(self.model)
         self.arm = Arm(scene.arm, self.data, scene.posture)
+
+    def place(self, key: tuple[int, int]) -> None:
+        """Let the fixtures stand where `Scene.placement` puts them for the seed and number in `key`."""
+        scene = self.scene
+        pose = scene.placement(*key)
+        if self.model is scene.model:
+            scene.place(key, pose)
+        elif self._placed != key:
+            self.model.body_pos[scene.fixtures], self.model.body_quat[scene.fixtures] = pose
+            self._placed = key
 
     def act(self, goal: np.ndarray, fingers: np.ndarray, close: float, fresh: bool = True) -> None:
         """Write the controls towards `goal` [12] for `fingers` [2], see `Arm.act`, and run the second half of a physics
@@ -526,13 +606,13 @@ def with_small_textures(xml: str) -> tuple[str, dict[str, bytes]]:
     return ElementTree.tostring(root, encoding="unicode"), files
 
 
-_scenes: dict[tuple[LiberoTask, bool], Scene] = {}
+_scenes: dict[tuple[LiberoTask, bool, Bounds], Scene] = {}
 
 
-def scene_of(task: LiberoTask, sleep: bool) -> Scene:
+def scene_of(task: LiberoTask, sleep: bool, variation: Bounds = ()) -> Scene:
     """Return this process's scene of a task; the one not used for longest is dropped when there are too many."""
-    key = (task, sleep)
-    scene = _scenes.pop(key, None) or Scene(task, sleep)
+    key = (task, sleep, variation)
+    scene = _scenes.pop(key, None) or Scene(task, sleep, variation)
     _scenes[key] = scene  # the newest is the last
     while len(_scenes) > SCENES_KEPT:
         _scenes.pop(next(iter(_scenes)))

@@ -48,6 +48,7 @@ def make_libero_world(
     initial_state: int | None = None,
     image_size: ImageSize | None = None,
     reward: str | None = None,
+    variation: Any = None,
     **options: Any,
 ) -> GymnasiumWorld:
     """Build the world of a suite or task of LIBERO, such as "libero_spatial" or "libero_spatial:3".
@@ -69,6 +70,7 @@ def make_libero_world(
         "look": look,
         "initial_state": initial_state,
         "shaped": reward == PROGRESS,
+        "variation": variation,
         **(options.pop("env_options", None) or {}),
     }
     settings = {

@@ -9,7 +9,8 @@ of distractors.
 import mujoco
 import numpy as np
 
-from sims.render import Prop, recolour, relight
+from sims.graphics import Prop
+from sims.render import recolour, relight
 from sims.variations.protocol import Factor
 
 CAMERA_SHIFT = 0.05

@@ -52,6 +52,7 @@ class _OfObjects(Factor):
 class Mass(_OfObjects):
     """Mass and inertia of objects."""
 
+    visible = False
     low, high = 0.05, 20.0
     swept = (0.5, 2.0)
 
@@ -64,6 +65,7 @@ class Mass(_OfObjects):
 class Friction(_OfObjects):
     """Sliding friction of all contacts, and damping and friction of the objects' joints, such as a planar table's."""
 
+    visible = False
     low, high = 0.05, 20.0
     swept = (0.5, 2.0)
 

@@ -21,7 +21,7 @@ from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import derive_keys, derive_seed, numpy_generator, uniforms
 from robopolicy.core.registry import Registry
-from sims.render import Look, Prop
+from sims.graphics import Look, Prop
 
 OPTION = "variation"
 """Name of the option of a world."""
@@ -54,6 +54,8 @@ class Factor:
     """Whether values are numbers of things."""
     physical: ClassVar[bool] = False
     """Whether motion depends on the value; it must then follow from it alone, without random numbers."""
+    visible: ClassVar[bool] = True
+    """Whether images depend on the value."""
     textures: tuple[int, ...] = ()
     """Textures of the model that `change` modifies, by number."""
 
@@ -123,8 +125,8 @@ class Variation:
         self._capacity = 2 * rows
         self._looks: OrderedDict[int, Look] = OrderedDict()
 
-    def __bool__(self) -> bool:
-        return bool(self._all)
+    def __len__(self) -> int:
+        return len(self._all)
 
     @property
     def physics_by_episode(self) -> bool:

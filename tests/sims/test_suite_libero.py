@@ -333,6 +333,51 @@ def test_a_snapshot_continues_bit_by_bit_also_into_another_task(sleep):
     world.close()
 
 
+def played(name, variation, steps=12):
+    """Return an environment of one episode after uniform actions, and its positions after each."""
+    from sims.suites.libero_environment import LiberoEnvironment
+
+    environment = LiberoEnvironment(name, variation=variation)
+    environment.reset(seed=3)
+    generator, positions = np.random.default_rng(0), []
+    for _ in range(steps):
+        environment.step(generator.uniform(-1, 1, 7))
+        positions.append(environment.data.qpos.copy())
+    return environment, np.stack(positions)
+
+
+@needs_libero
+@pytest.mark.long
+def test_appearance_varies_in_images_alone_and_mass_in_objects_alone():
+    plain, path = played("libero_object:0", None)
+    image = plain.painter.image("image", 64, 64)
+    for factor in ("colour", "light", "camera", "texture"):
+        varied, varied_path = played("libero_object:0", {factor: 1})
+        assert np.array_equal(varied_path, path)
+        other = varied.painter.image("image", 64, 64)
+        assert not np.array_equal(other, image) and np.array_equal(varied.painter.image("image", 64, 64), other)
+        assert np.array_equal(plain.painter.image("image", 64, 64), image)
+    heavy, heavy_path = played("libero_object:0", {"mass": 2})
+    assert not np.array_equal(heavy_path, path)
+    ratio = heavy.model.body_mass / np.maximum(plain.model.body_mass, 1e-12)
+    moved = [heavy.row.scene.bodies[name] for name in ("alphabet_soup_1", "basket_1")]
+    assert np.allclose(ratio[moved], 2.0) and np.allclose(ratio[heavy.row.scene.hand], 1.0)
+    assert np.isclose(ratio, 1.0).sum() > 10
+    drawn = [played("libero_object:0", {"mass": [0.5, 2]}, steps=1)[0].model.body_mass[moved[0]] for _ in range(2)]
+    assert drawn[0] == drawn[1] != plain.model.body_mass[moved[0]]
+    for variation, reason in (({"size": 1.2}, "only its file can scale"), ({"distractors": 2}, "no geom named table")):
+        with pytest.raises(ConfigError, match=rf"'libero/libero_object:0' cannot vary.*{reason}"):
+            make_world("libero/libero_object:0", 1, variation=variation)
+
+
+@needs_libero
+@pytest.mark.long
+def test_a_suite_whose_episodes_differ_in_physics_and_colour_keeps_every_promise():
+    variation = {"mass": [0.5, 2], "friction": 0.8, "colour": [0, 1]}
+    options = {"variation": variation, "history": 2, "horizon": 12, "cameras": ("image",), "image_size": 32}
+    check_world(lambda batch: make_world("libero/libero_goal", batch, **options), chunk=3, renders=False)
+
+
 @needs_libero
 @pytest.mark.long
 def test_names_texts_and_starts():
