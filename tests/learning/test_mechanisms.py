@@ -120,7 +120,7 @@ def test_knapsack_plays_more_where_outcomes_are_uncertain(tmp_path: Path):
 
 
 def test_spear_finds_the_way_back_to_rare_successes():
-    setting = {"lengths": (5,), "iterations": 18}
+    setting = {"lengths": (5,), "iterations": 18, "seeds": 8}
     plain, _ = successes(**setting)
     imitating, _ = successes(**setting, algorithm="spear", options={"spear": {"weight": 1.0, "warmup": 0.0}})
     assert imitating.mean() > plain.mean() + 0.05
@@ -151,8 +151,8 @@ def test_credit_for_what_leaves_share_is_the_mean_of_theirs(monkeypatch: pytest.
     """Without it a shared beginning is judged by one of its leaves alone."""
     from robopolicy.rl.advantages import tree as trees
 
-    tree = {"lengths": (4,), "group_size": 2, "groups": 8, "branch_at": (1, 3), "iterations": 40, "algorithm": "dapo"}
-    tree["selection"] = ()
+    tree = {"lengths": (4,), "group_size": 2, "groups": 8, "branch_at": (1, 3), "iterations": 25, "algorithm": "dapo"}
+    tree |= {"selection": (), "seeds": 6}
     shared, _ = successes(**tree)
     monkeypatch.setattr(trees, "shared_credit", lambda rollouts, advantage: advantage)
     alone, _ = successes(**tree)

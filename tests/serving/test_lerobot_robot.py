@@ -303,7 +303,7 @@ def test_the_first_step_is_no_jump(arm):
     """Where actions are positions, the change that is allowed counts from where the robot stands."""
     client = Local(())
     client.metadata["action"] = {"shape": [4], "names": ["tip_x", "y", "z", "gripper"]}
-    client.infer = lambda observation: {"actions": np.full((1, 4), 5.0)}
+    client.infer = lambda observation: {"actions": np.full((4, 4), 5.0)}
     robot = arm()
     robot.send_action = robot.commands.append
     device = AttachedLeRobot(
@@ -320,8 +320,8 @@ def test_the_first_step_is_no_jump(arm):
             client,
             episodes=1,
             rate=0,
-            attached=AttachedRobot(seconds=0.01),
-            settings=RobotSettings(max_action_change=0.01),
+            attached=AttachedRobot(seconds=1.0),
+            settings=RobotSettings(max_action_change=0.01, max_observation_age=10.0),
         )
     steps = [command["tip_x"] for command in robot.commands[:2]]
     assert steps == pytest.approx([start + 0.01, start + 0.02], abs=1e-6)
