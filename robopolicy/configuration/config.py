@@ -33,6 +33,7 @@ from robopolicy.configuration.sections.serve import DriveSection, ServeSection
 from robopolicy.configuration.sections.success import SuccessSection
 from robopolicy.configuration.sections.tools import (
     AlgorithmsSection,
+    AnalyzeSection,
     BenchSection,
     CheckSection,
     DemoSection,
@@ -76,6 +77,7 @@ class Config:
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     success: SuccessSection = field(default_factory=SuccessSection)
     detect: DetectSection = field(default_factory=DetectSection)
+    analyze: AnalyzeSection = field(default_factory=AnalyzeSection)
     rank: RankSection = field(default_factory=RankSection)
     serve: ServeSection = field(default_factory=ServeSection)
     drive: DriveSection = field(default_factory=DriveSection)

@@ -23,6 +23,7 @@ from robopolicy.evaluation.tables import (
     detected_fault_rows,
     detector_rows,
     fault_table,
+    horizon_rows,
     instruction_table,
     specification_table,
     stage_rows,
@@ -178,6 +179,10 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any], addre
         _add_rankings(report, result["models"])
     if "detectors" in result:
         _add_detectors(report, result)
+    if "horizons" in result:
+        header, rows = horizon_rows(result["horizons"])
+        caption = f"{result['verdict']} k: decisions that greedy play looks ahead on values of random play."
+        report.sections.append(Section("Effective horizon", caption, header=header, rows=rows))
     _add_gate(report, result)
     if "deployed" in result:
         _add_deployment(report, result["deployed"])

@@ -189,6 +189,23 @@ def detected_fault_rows(faults: Mapping[str, Mapping[str, Mapping[str, Any]]]) -
     return ["fault", "success", *names], rows
 
 
+def horizon_rows(attempts: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows, one per attempt of `robopolicy analyze`: look-ahead, rollouts and what they reached."""
+    header = ["k", "rollouts per decision", "k + log_A(rollouts)", "success", "return", "random play", "steps"]
+    return header, [
+        [
+            str(each["k"]),
+            str(each["rollouts"]),
+            f"{each['horizon']:.1f}",
+            percent(each["success"]),
+            f"{each['return']:.3g}",
+            percent(each["random_success"]),
+            str(each["steps"]),
+        ]
+        for each in attempts
+    ]
+
+
 def stage_summary(verb: str, result: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """Return a stage's verb, seconds, steps in the world, and the evaluation of its resulting policy.
 

@@ -45,6 +45,7 @@ NAMES = (
     "success",
     "evaluate",
     "detect",
+    "analyze",
     "rank",
     "serve",
     "drive",

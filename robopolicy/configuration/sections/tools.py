@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.ranges import Count, Natural, NonEmpty, NonNegative, Range, Seed
+from robopolicy.core.ranges import Count, Fraction, Natural, NonEmpty, NonNegative, Range, Seed
 
 
 @dataclass(frozen=True)
@@ -178,3 +178,25 @@ class SweepSection:
     """
     name: str = ""
     """Name of the sweep's folder; empty for the verb and the name of its runs."""
+
+
+@dataclass(frozen=True)
+class AnalyzeSection:
+    """Effective horizon of a task."""
+
+    policy: Path | None = None
+    """Checkpoint of a policy: its samples are tried in each state, as by online RL that starts from it. Default, RL
+    from scratch: every combination of low, middle and high actions, with more than three dimensions one at a time.
+    """
+    candidates: Annotated[int, Range(2, 1000)] = 9
+    """Action chunks sampled per state, with a policy."""
+    hold: Count = 4
+    """Control steps for which an action is held; a policy has its own chunks."""
+    depth: Count = 3
+    """Largest k: decisions that greedy play looks ahead."""
+    rollouts: Count = 256
+    """Maximum rollouts per decision; a sixteenth and a quarter of them are tried first."""
+    episodes: Count = 200
+    """Episodes in which greedy play is evaluated."""
+    target: Fraction = 0.5
+    """Success rate at which a task counts as solved."""
