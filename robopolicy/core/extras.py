@@ -34,7 +34,7 @@ class Extras:
     """[B, T] fraction of the demonstration skipped before the episode. Added during group collection; read by hints."""
     helped: Tensor | None = None
     """[B, T] bool, episodes played after their group, with help, by the teacher, or from a state that was chosen. Added
-    during group collection by the allocators retry_*, correct, tree_search and *teacher_rollouts; read by
+    during group collection by the allocators retry_*, correct, tree_search, prefixes and *teacher_rollouts; read by
     `Rollouts.unaided`.
     """
     budget: Tensor | None = None

@@ -1,5 +1,6 @@
 """Episodes that continue others: what they share, where a tree search goes on, and where a teacher corrects."""
 
+import numpy as np
 import pytest
 import torch
 from made_rollouts import make_rollouts
@@ -8,7 +9,7 @@ from test_episode_player import StatePolicy
 from robopolicy.core.spec import STATE
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import EpisodePlayer, groups_of
-from robopolicy.rl.experimental.continuations import Correct, TreeSearch, upper_bound
+from robopolicy.rl.experimental.continuations import Correct, Prefixes, TreeSearch, upper_bound
 from sims.registry import make_world
 
 CONTEXT = Context(torch.Generator())
@@ -103,3 +104,38 @@ def test_a_teacher_goes_on_from_the_first_fall_of_the_value():
     assert Correct(share=1.0, drop=0.35).continuations(rollouts, values, 0, CONTEXT) == [(2, 2)]
     assert Correct().continuations(rollouts, values, 1, CONTEXT) == [], "corrections are not corrected again"
     assert Correct().continuations(rollouts, None, 0, CONTEXT) == [], "before there are values"
+
+
+@pytest.mark.checks("allocator/prefixes", "TRACE")
+def test_one_budget_is_divided_between_initial_states_and_prefixes():
+    """Row 0 failed, row 1 succeeded, each alone in its group; 4 episodes in all, half of them played.
+
+    Chance that one more ends differently: failures V, successes 1 - V. A second from the same state adds V (1 - V).
+    """
+    rollouts = make_rollouts([3, 3], [0, 1], [0.0, 1.0])
+    values = torch.tensor([[0.5, 0.8, 0.1], [0.9, 0.6, 0.95]])
+    allocator = Prefixes(rounds=1)
+    assert allocator.plan(np.array([0.5, 0.9]), 2) == [1, 1]
+    assert allocator.continuations(rollouts, values, 0, CONTEXT) == [(0, 1), (0, 0)], ".8, then .5 before .4 and .16"
+    assert allocator.continuations(rollouts, values, 1, CONTEXT) == [], "after the last round"
+    allocator.budget = 6
+    assert allocator.continuations(rollouts, values, 0, CONTEXT) == [(0, 1), (0, 0), (1, 1), (0, 0)], ".25 before .24"
+    narrow = Prefixes(rounds=1, most=2)
+    narrow.plan(np.array([0.5, 0.9]), 2)
+    assert narrow.continuations(rollouts, values, 0, CONTEXT) == [(0, 1), (1, 1)], "one more for each initial state"
+    assert allocator.continuations(rollouts, None, 0, CONTEXT)[0][1] == 0, "V 1/3 and 2/3: all are equal"
+    halves = Prefixes(rounds=2)
+    halves.plan(np.array([0.5, 0.9]), 2)
+    assert halves.continuations(rollouts, values, 0, CONTEXT) == [(0, 1)]
+
+
+@pytest.mark.checks("allocator/prefixes", "TRACE")
+def test_states_with_both_outcomes_gain_nothing_more():
+    """Row 2 branched off row 0 before chunk 1 and succeeded: chunks 0 and 1 have both outcomes, later ones do not."""
+    rollouts = make_rollouts([3] * 3, [0] * 3, [0.0, 0.0, 1.0], parent=[-1, -1, 0], branch_decision=[-1, -1, 1])
+    allocator = Prefixes(rounds=1)
+    allocator.budget = 4
+    values = torch.tensor([[1.0, 1.0, 0.2], [0.0, 0.3, 0.0], [0.0, 0.0, 0.6]])
+    assert allocator.continuations(rollouts, values, 0, CONTEXT) == [(2, 2)], ".4 before .3 and .2"
+    values[2, 2] = 0.9
+    assert allocator.continuations(rollouts, values, 0, CONTEXT) == [(1, 1)]

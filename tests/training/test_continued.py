@@ -34,6 +34,7 @@ SEARCHED = replace(
     CONFIG, allocator="tree_search", coefficient="siblings", weight="constant",
     options={"siblings": {"pairs": "values", "smooth": True}, "tree_search": {"rounds": 3}},
 )  # fmt: skip
+DIVIDED = replace(CONFIG, allocator="prefixes", advantage="tree_po", models=("q_ensemble",))
 
 
 class SavedWorld(SavesRows, SeeingWorld):
@@ -51,7 +52,7 @@ def collected(make, config: FinetuneConfig, values=None, demonstrations=None):
     world = SavedWorld(8)
     policy, teacher = pair_of(make, world)
     draws = torch.Generator().manual_seed(0)
-    acting = None if config is SEARCHED else lambda learner: TakesOver(learner, teacher)
+    acting = None if config in (SEARCHED, DIVIDED) else lambda learner: TakesOver(learner, teacher)
     collector = make_collector(
         world, policy, build_algorithm(config), config, 0, draws, demonstrations, acting, values=values
     )
@@ -125,14 +126,16 @@ def test_a_teacher_that_fails_is_guided_and_only_right_ones_stay(monkeypatch: py
 
 
 @pytest.mark.long
-@pytest.mark.checks("BRTS", "SCOPE-stepwise", "MCTS-DPO")
-@pytest.mark.parametrize("config", [CORRECTED, BEST, SEARCHED], ids=["corrected", "best", "searched"])
+@pytest.mark.checks("BRTS", "SCOPE-stepwise", "MCTS-DPO", "TRACE")
+@pytest.mark.parametrize(
+    "config", [CORRECTED, BEST, SEARCHED, DIVIDED], ids=["corrected", "best", "searched", "divided"]
+)
 @pytest.mark.parametrize("make", [denoising_policy, token_policy])
 def test_a_run_learns_from_grown_groups(make, config: FinetuneConfig):
     world = SavedWorld(8)
     policy, teacher = pair_of(make, world)
     before = [parameter.detach().clone() for parameter in policy.parameters()]
-    finetune(policy, None, world, config, guidance=Guidance(None if config is SEARCHED else teacher))
+    finetune(policy, None, world, config, guidance=Guidance(None if config in (SEARCHED, DIVIDED) else teacher))
     assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
@@ -142,6 +145,16 @@ def test_every_round_of_a_search_adds_an_episode_to_every_group():
     assert rollouts.group.bincount().tolist() == [7, 7, 7]
     helped = rollouts.extras["helped"][:, 0]
     assert int(helped.sum()) == 9 and (rollouts.branch_decision[helped] >= 1).all()
+
+
+@pytest.mark.checks("allocator/prefixes", "TRACE")
+def test_as_many_episodes_are_played_as_in_equal_groups_of_them():
+    """From the values on: all states before the second chunk of failures would almost surely succeed."""
+    table = torch.tensor([0.1, 0.99, 0.1])
+    rollouts, *_ = collected(denoising_policy, DIVIDED, lambda each: table[: each.shape[1]].expand(each.shape))
+    helped = rollouts.extras["helped"][:, 0]
+    assert helped.tolist() == [False] * 6 + [True] * 6
+    assert (rollouts.branch_decision[helped] == 1).sum() >= 3 and (rollouts.parent[helped] >= 0).all()
 
 
 def test_what_excludes_growth_is_refused():

@@ -66,6 +66,7 @@ REASONS = {
     "shared": r"replay=shared needs options\.shared\.folder",
     "correct": "does not support snapshots",
     "tree_search": "does not support snapshots",
+    "prefixes": "does not support snapshots",
     "f_imitation, denoising": r"auxiliaries=f_imitation needs a policy that can compute log-probabilities of given",
 }
 """Why these are refused here: fixed noise, a world without paraphrases or snapshots, no folder, denoising by chain."""

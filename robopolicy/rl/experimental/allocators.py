@@ -28,8 +28,8 @@ class Mixed(Uniform):
 
     Every initial state gets one first, since the second is the first that can differ; `most`: maximum per initial
     state. Predicted success rates come from the sampler, so initial states must recur (starts=N) or be seen
-    (sampler=value). Among equal gains the first is chosen. Deviation: the paper also continues played episodes from
-    their middle, which competes for the same episodes (`chance_of_other`).
+    (sampler=value). Among equal gains the first is chosen. The paper also continues played episodes from their middle:
+    allocator=prefixes.
     """
 
     def __init__(self, *, most: int = 32):

@@ -1,4 +1,5 @@
-"""Experimental allocators that continue episodes from played states: a tree search, and corrections by a teacher.
+"""Experimental allocators that continue episodes from played states: a tree search, corrections by a teacher, and one
+budget for initial states and prefixes.
 
 An added episode is a branch of the one that it continues (Rollouts.parent). What they share is scored once, and has the
 mean of their advantages. Added episodes are marked by extras["helped"]: they count neither in the success that is
@@ -8,14 +9,16 @@ reported nor for the sampler. They need a world with snapshots, and one process 
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.arrays import integers
+from robopolicy.core.arrays import Array, integers
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.rl.advantages.tree import owners
 from robopolicy.rl.context import Context
+from robopolicy.rl.experimental.allocators import Mixed, chance_of_other
 from robopolicy.rl.experimental.side_models import first_falls
 from robopolicy.rl.initial_states import Uniform
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -161,3 +164,69 @@ class _Tree:
         logits = {child: self.logp[child][chunk] for child in children}
         weights = {child: math.exp(value - max(logits.values())) for child, value in logits.items()}
         return {child: weight / sum(weights.values()) for child, weight in weights.items()}
+
+
+@mechanism(Slot.ALLOCATOR, "prefixes", source="TRACE, arXiv:2606.11119", needs=(Need.GROUPS, Need.VALUES))
+class Prefixes(Mixed):
+    """Divide one budget between initial states and prefixes of played episodes, by the chance of another outcome.
+
+    A share `first` of the episodes is given to initial states as in allocator=mixed. The others begin, one by one,
+    where the chance grows most that one of them ends differently from those already through that state, 1 - [r V + (1 -
+    r) (1 - V)]^k (`chance_of_other`): in the initial state or before any later chunk. r: their outcome; states with
+    both outcomes gain nothing more; V of q_ensemble, whose target is backed up: all episodes through a state count.
+    Before there are values V is (successes + 1) / (episodes + 2) of the group. most: maximum of episodes from one
+    initial state; rounds: number of times that outcomes are looked at. Deviation: the paper's rounds are not known,
+    ours are 2.
+    """
+
+    by_teacher = False
+
+    def __init__(self, *, most: int = 32, first: float = 0.5, rounds: int = 2):
+        super().__init__(most=most)
+        self.first, self.looks = first, rounds
+        self.budget = 0
+
+    def plan(self, predicted: Array, group_size: int) -> list[int]:
+        """Return the sizes [n] of the first share; predicted: success rates [n]."""
+        self.budget = group_size * len(predicted)
+        return super().plan(predicted, max(1, round(self.first * group_size)))
+
+    def continuations(
+        self, rollouts: Rollouts, values: Tensor | None, turn: int, context: Context
+    ) -> list[tuple[int, int]]:
+        """Return the states, (row, chunk), that gain most by one more episode each, by values [B, T]; see
+        `ContinuesEpisodes`.
+        """
+        rest = self.budget - len(rollouts.group)
+        if turn == self.looks or rest <= 0:
+            return []
+        row, chunk, outcome, value = self._states(rollouts, values)
+        count, groups = np.zeros(len(row), dtype=int), Segments.of(rollouts.group)
+        sizes, group = np.array(integers(groups.size())), np.array(integers(groups.index))[row]
+        places: list[tuple[int, int]] = []
+        for _ in range(-(-rest // (self.looks - turn)) if len(row) else 0):
+            gain = chance_of_other(outcome, value, count + 1) - chance_of_other(outcome, value, count)
+            best = int(np.where(sizes[group] < self.most, gain, -np.inf).argmax())
+            if sizes[group[best]] >= self.most:
+                break
+            count[best] += 1
+            sizes[group[best]] += 1
+            places.append((int(row[best]), int(chunk[best])))
+        return places
+
+    def _states(self, rollouts: Rollouts, values: Tensor | None) -> tuple[Array, Array, Array, Array]:
+        """Return row, chunk, outcome and V of the states, [n], that all episodes left with the same outcome."""
+        tree = _Tree(rollouts)
+        members: dict[tuple[int, int], list[int]] = {}
+        for row, group in enumerate(integers(rollouts.group)):
+            for chunk in range(tree.length[row]):
+                past = -1 - group if chunk == 0 else tree.owner[row][chunk - 1]
+                members.setdefault((past, chunk), []).append(row)
+        groups = Segments.of(rollouts.group)
+        rate = ((groups.sum(rollouts.row_success.double()) + 1) / (groups.size() + 2))[groups.index]
+        table = (rate[:, None].expand(rollouts.shape) if values is None else values.clamp(0, 1)).double().cpu().numpy()
+        same = [(rows[0], chunk) for (_, chunk), rows in members.items() if tree.value(rows) in (0.0, 1.0)]
+        row, chunk = (
+            (np.array(each, dtype=int) for each in zip(*same, strict=True)) if same else (np.zeros(0, int),) * 2
+        )
+        return row, chunk, np.array(tree.success, dtype=float)[row], table[row, chunk]
