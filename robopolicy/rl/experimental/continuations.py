@@ -224,9 +224,8 @@ class Prefixes(Mixed):
                 members.setdefault((past, chunk), []).append(row)
         groups = Segments.of(rollouts.group)
         rate = ((groups.sum(rollouts.row_success.double()) + 1) / (groups.size() + 2))[groups.index]
-        table = (rate[:, None].expand(rollouts.shape) if values is None else values.clamp(0, 1)).double().cpu().numpy()
+        table = rate[:, None].expand(rollouts.shape) if values is None else values.clamp(0, 1).double()
         same = [(rows[0], chunk) for (_, chunk), rows in members.items() if tree.value(rows) in (0.0, 1.0)]
-        row, chunk = (
-            (np.array(each, dtype=int) for each in zip(*same, strict=True)) if same else (np.zeros(0, int),) * 2
-        )
-        return row, chunk, np.array(tree.success, dtype=float)[row], table[row, chunk]
+        row, chunk = np.array(same, dtype=int).reshape(-1, 2).T
+        value = np.array([float(table[place]) for place in same])
+        return row, chunk, np.array(tree.success, dtype=float)[row], value
