@@ -2,7 +2,9 @@
 
 world.options.faults=[slip,latency] selects faults (`robopolicy.core.faults`), with options as a mapping,
 world.options.faults={latency:{steps:4}}; world.options.fault_rate is the share of episodes with a fault. Reward and
-success are those of the true state. Axes: B row, R selected rows, E episode, C chunk step, T frame, H history frame.
+success are those of the true state. world.options.undisturbed=true shows every field also as it is without the fault,
+for a teacher that sees more than the policy. Axes: B row, R selected rows, E episode, C chunk step, T frame, H history
+frame.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,11 @@ from robopolicy.core.world import Rows, Snapshots, Step, World
 from robopolicy.core.wrapped_world import WrappedSnapshots, WrappedWorld, join_steps
 
 FAULTS_OPTION, RATE_OPTION = "faults", "fault_rate"
+UNDISTURBED_OPTION = "undisturbed"
 """Names of the options of a world."""
+UNDISTURBED = "_undisturbed"
+"""End of the keys of fields as they are without the fault, which a world with undisturbed=true shows too."""
+OPTIONS = (FAULTS_OPTION, RATE_OPTION, UNDISTURBED_OPTION)
 DEFAULT_RATE = 0.8
 """Share of episodes with a fault."""
 WINDOW = (0.05, 0.4)
@@ -65,7 +71,7 @@ def fault_plan(world: object, seeds: Array) -> FaultPlan | None:
 
 def without_faults(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a world's options without those of faults."""
-    return {name: value for name, value in options.items() if name not in (FAULTS_OPTION, RATE_OPTION)}
+    return {name: value for name, value in options.items() if name not in OPTIONS}
 
 
 def with_faults_of(options: Mapping[str, Any], world: World) -> World:
@@ -77,11 +83,15 @@ def with_faults_of(options: Mapping[str, Any], world: World) -> World:
     setting: Any = options.get(FAULTS_OPTION)
     rate: Any = options.get(RATE_OPTION, DEFAULT_RATE)
     if not setting:
-        if RATE_OPTION in options:
-            raise ConfigError("world.options.fault_rate needs faults: set world.options.faults=[latency].")
+        for name in (RATE_OPTION, UNDISTURBED_OPTION):
+            if name in options:
+                raise ConfigError(f"world.options.{name} needs faults: set world.options.faults=[latency].")
         return world
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise ConfigError(f"world.options.fault_rate={rate} must be a share of the episodes, from 0 to 1.")
+    undisturbed: Any = options.get(UNDISTURBED_OPTION, False)
+    if not isinstance(undisturbed, bool):
+        raise ConfigError(f"world.options.undisturbed={undisturbed} must be true or false.")
     if not is_mapping(setting) and (isinstance(setting, str) or not is_sequence(setting)):
         raise ConfigError(f"world.options.faults={setting} must be a list of faults, such as [{', '.join(FAULTS)}].")
     settings: dict[str, Any] = dict(setting) if is_mapping(setting) else {str(name): {} for name in setting}
@@ -91,7 +101,7 @@ def with_faults_of(options: Mapping[str, Any], world: World) -> World:
         world.close()
         raise
     kind = FaultySnapshots if isinstance(world, Snapshots) else FaultyWorld
-    return kind(world, faults, float(rate), int(options.get("seed", 0)))
+    return kind(world, faults, float(rate), int(options.get("seed", 0)), undisturbed=undisturbed)
 
 
 def _made(name: str, world: World, options: Any) -> Fault:
@@ -114,11 +124,15 @@ class FaultyWorld(WrappedWorld):
     """A `World` with faults; create it with `with_faults_of`.
 
     faults: by name; rate: share of episodes with one of them; seed: of the generator of episode seeds when `reset` is
-    given none.
+    given none; undisturbed: show every field also as it is without the fault, under its key + UNDISTURBED.
     """
 
-    def __init__(self, world: World, faults: Mapping[str, Fault], rate: float, seed: int):
-        super().__init__(world, world.spec)
+    def __init__(self, world: World, faults: Mapping[str, Fault], rate: float, seed: int, *, undisturbed: bool = False):
+        fields = dict(world.spec.observation)
+        if undisturbed:
+            fields |= {key + UNDISTURBED: field for key, field in fields.items()}
+        super().__init__(world, replace(world.spec, observation=fields))
+        self.undisturbed = undisturbed
         self.faults, self.rate = dict(faults), rate
         self._draws = numpy_generator(seed, f"faults/{world.spec.name}/episode_seeds")
         rows = world.batch_size
@@ -223,7 +237,9 @@ class FaultyWorld(WrappedWorld):
             for key in shown:
                 if key != TASK:
                     shown[key] = fault.show(key, shown[key], onset)
-        return shown
+        if not self.undisturbed:
+            return shown
+        return shown | {key + UNDISTURBED: value for key, value in observation.items() if key != TASK}
 
 
 class FaultySnapshots(FaultyWorld, WrappedSnapshots):

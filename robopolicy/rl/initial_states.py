@@ -173,6 +173,20 @@ class LimitsLengths(Protocol):
         """Return the number of chunks after which episodes from initial states [n] are truncated, 0 for none."""
         ...
 
+
+@runtime_checkable
+class SeesRollouts(Protocol):
+    """An allocator that learns from an iteration's rollouts, with their extras."""
+
+    def observe_rollouts(self, rollouts: Rollouts) -> None:
+        """Update with the iteration's own episodes."""
+        ...
+
+
+@runtime_checkable
+class SeesLengths(Protocol):
+    """An allocator that learns from the lengths of episodes."""
+
     def observe_lengths(self, index: Array, chunks: Array, success: Array) -> None:
         """Update with the episodes' initial states, lengths in chunks and outcomes, each [B]."""
         ...

@@ -202,6 +202,7 @@ class Need(Enum):
     BASE = "the frozen base policy"
     IMPLICIT = "a model that rewards every step (models=[prime] or [oprl])"
     VALUES = "a model of action values (models=[q_ensemble])"
+    OWN_TEACHER = "a copy of the policy that sees more (models=[own_teacher])"
     FLOW_VALUES = "a critic of noisy actions (models=[flow_critic])"
     ENTROPY = "the entropy of every step under the acting policy"
     BLACKOUT_SCORES = "log-probabilities of the same steps with blacked-out patches in the camera images (cameras)"

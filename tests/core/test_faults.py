@@ -46,6 +46,24 @@ def test_worlds_with_faults_keep_every_promise(name):
     check_world(lambda rows: make_world(name, rows, history=2, faults=ALL, fault_rate=1.0), renders=False, chunk=6)
 
 
+def test_the_undisturbed_fields_are_those_of_the_world_without_faults():
+    options = {"faults": ["blackout"], "fault_rate": 1.0, "undisturbed": True}
+    world, plain = make_world("push_cube", 4, **options), make_world("push_cube", 4)
+    check_world(lambda rows: make_world("push_cube", rows, history=2, **options), renders=False, chunk=6)
+    first, expected = world.reset(seeds=SEEDS), plain.reset(seeds=SEEDS)
+    actions = np.random.default_rng(0).uniform(-1, 1, (4, 40, 2))
+    after, expected_after = world.step(actions).observation, plain.step(actions).observation
+    assert set(world.spec.observation) == {key + end for key in plain.spec.observation for end in ("", "_undisturbed")}
+    for key in plain.spec.observation:
+        np.testing.assert_array_equal(first[key + "_undisturbed"], expected[key])
+        np.testing.assert_array_equal(after[key + "_undisturbed"], expected_after[key])
+    assert not np.array_equal(after[ENVIRONMENT_STATE], expected_after[ENVIRONMENT_STATE])
+    with pytest.raises(ConfigError, match=r"undisturbed=1 must be true or false"):
+        make_world("push_cube", 4, **{**options, "undisturbed": 1})
+    with pytest.raises(ConfigError, match=r"undisturbed needs faults"):
+        make_world("push_cube", 4, undisturbed=True)
+
+
 def test_faults_follow_from_the_seed_and_a_share_of_the_episodes_has_none():
     world, seeds = make_world("pick_place", 2, faults=ALL), np.arange(3000)
     plan, again = (fault_plan(world, seeds[order]) for order in (slice(None), slice(None, None, -1)))

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from made_rollouts import make_rollouts, make_scored
@@ -98,6 +99,28 @@ def test_credit_falls_with_every_step_at_which_teacher_and_student_parted():
     rollouts = make_rollouts([5], [0], steps=1).with_extras(teacher_overlap=overlap)
     changed = distillation.prune(rollouts, torch.ones(1, 5, 1), CONTEXT, drop=0.25)
     assert changed.flatten().tolist() == pytest.approx([1.5, 1.25, 1.25, 1.0, 0.75])
+
+
+@pytest.mark.checks("allocator/until_parting", "Prune-OPD")
+def test_episodes_are_as_long_as_teacher_and_student_stay_together():
+    """With drop .5 two bad steps end it: rows stay together for 1, 3 and 4 of 4 chunks."""
+    overlap = torch.tensor([[0.1, 0.1, 0.9, 0.9], [0.1, 0.9, 0.9, 0.1], [0.9, 0.9, 0.9, 0.1]])
+    rollouts = make_rollouts([4, 4, 4], [0] * 3, steps=1).with_extras(teacher_overlap=overlap[..., None])
+    allocator = distillation.UntilParting(first=4, step=1, share=0.6, patience=2, drop=0.5)
+    limits = []
+    for _ in range(6):
+        limits.append(allocator.limits(np.arange(2)))
+        allocator.observe_rollouts(rollouts)
+    # two of three reach 4 - 1 chunks; one of three 5 - 1, twice; then two of three again
+    assert limits == [[4] * 2, [5] * 2, [5] * 2, [4] * 2, [5] * 2, [5] * 2]
+    other = distillation.UntilParting()
+    other.restore(allocator.state())
+    assert other.limits(np.arange(1)) == [4] and other.misses == 0
+    shortest = distillation.UntilParting(first=1, step=1, share=1.0, patience=1, drop=1.0)
+    shortest.limit = 2
+    for expected in (1, 2, 1):  # the first two rows part at once, but everybody reaches nothing
+        shortest.observe_rollouts(rollouts)
+        assert shortest.limits(np.arange(1)) == [expected]
 
 
 @pytest.mark.checks("credit/prune")

@@ -49,6 +49,7 @@ GIVERS = {
     Need.VALUES: ("q_ensemble",),
     Need.PREFERENCE: ("discriminator",),
     Need.FLOW_VALUES: ("flow_critic",),
+    Need.OWN_TEACHER: ("own_teacher",),
     Need.FIRST_ERRORS: ("q_ensemble", "first_error"),
 }
 """Models, in their order, that satisfy a need."""
@@ -67,9 +68,10 @@ REASONS = {
     "correct": "does not support snapshots",
     "tree_search": "does not support snapshots",
     "prefixes": "does not support snapshots",
+    "distill_own": r"set world\.options\.faults, such as \[blackout\], and world\.options\.undisturbed=true",
     "f_imitation, denoising": r"auxiliaries=f_imitation needs a policy that can compute log-probabilities of given",
 }
-"""Why these are refused here: fixed noise, a world without paraphrases or snapshots, no folder, denoising by chain."""
+"""Why these are refused here: fixed noise, no paraphrases, snapshots or faults, no folder, denoising by chain."""
 
 
 def experts() -> Episodes:

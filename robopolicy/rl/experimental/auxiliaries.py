@@ -2,7 +2,7 @@
 (inputs) -> scalar.
 
 The teacher is another checkpoint (teacher=CHECKPOINT). It reads the world's full observation, so it may use inputs that
-the student lacks: privileged state, another camera (Vision-OPD).
+the student lacks: privileged state, another camera. The policy as its own teacher: `own_teacher`.
 """
 
 import math
@@ -133,9 +133,7 @@ def distill(
     taught_mask = inputs.extras.helped
     if taught is not None and taught_mask is not None:
         distance = torch.where(taught_mask[:, None], taught * on_taught, distance)
-    if ratio_cap is not None:
-        ratio = (inputs.scores.logp.detach() - require_input(inputs.proximal, "proximal")).clamp(-20, 20).exp()
-        distance = ratio.clamp(max=ratio_cap) * distance
+    distance = distillation.capped_ratio(inputs, ratio_cap) * distance
     if position is not None:
         distance = distillation.late_weight(inputs.extras["position"], *position)[:, None] * distance
     return weight * (step_weights * torch.where(mask, distance, 0.0)).sum()

@@ -1,12 +1,15 @@
 """Experimental distillation: divergences, and coefficients, advantages and credit by a teacher."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
-from robopolicy.rl.context import Coefficients, Context, Scored
+from robopolicy.rl.context import AuxiliaryInputs, Coefficients, Context, Scored, require_input
 from robopolicy.rl.initial_states import Uniform
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
@@ -88,6 +91,14 @@ def squared_distance(mean: Tensor, teacher: Tensor, std: Tensor, form: str, top:
             "steps are Gaussian: restore their defaults."
         )
     return ((mean - teacher).square() / (2 * std.detach().square().clamp(min=1e-6))).mean((-2, -1))
+
+
+def capped_ratio(inputs: AuxiliaryInputs, cap: float | None) -> Tensor:
+    """Return min(pi / pi before the update, cap) of every step, without gradient, [n, k]; ones for no cap."""
+    if cap is None:
+        return torch.ones_like(inputs.scores.logp)
+    ratio = (inputs.scores.logp.detach() - require_input(inputs.proximal, "proximal")).clamp(-20, 20).exp()
+    return ratio.clamp(max=cap)
 
 
 def late_weight(position: Tensor, least: float, middle: float, width: float) -> Tensor:
@@ -173,6 +184,14 @@ def process_gap(rollouts: Rollouts, context: Context, *, scale: float = 10.0, ca
     return torch.where(rollouts.mask, (scale * rollouts.extras["process"]).clamp(-cap, cap), 0.0)
 
 
+def partings(rollouts: Rollouts, agree: float) -> Tensor:
+    """Return the number of an episode's steps up to each one where teacher and policy agreed by less than `agree`,
+    [B, T, K].
+    """
+    bad = (rollouts.extras["teacher_overlap"] < agree) & rollouts.mask
+    return bad.flatten(1).cumsum(1).reshape(bad.shape)
+
+
 @mechanism(Slot.CREDIT, "prune", source="Prune-OPD, arXiv:2605.07804", needs=(Need.TEACHER_OVERLAP,))
 def prune(
     rollouts: Rollouts,
@@ -187,9 +206,59 @@ def prune(
 
     bad: number of the episode's steps up to this one whose extras["teacher_overlap"] is below `agree`. Where the two
     have parted, the teacher says little about what follows. A robot's chain has fewer steps than an answer, so `drop`
-    should be larger than the authors' .01. The authors also shorten and lengthen rollouts by where they part, here they
-    are played to their end. Takes and returns A [B, T, K].
+    should be larger than the authors' .01. Episodes that end there: allocator=until_parting. Takes and returns A [B, T,
+    K].
     """
-    bad = ((rollouts.extras["teacher_overlap"] < agree) & rollouts.mask).flatten(1).cumsum(1)
-    weight = (1 - drop * bad).clamp(0, 1) + bonus
-    return advantage * weight.reshape(advantage.shape).to(advantage.dtype)
+    weight = (1 - drop * partings(rollouts, agree)).clamp(0, 1) + bonus
+    return advantage * weight.to(advantage.dtype)
+
+
+@mechanism(
+    Slot.ALLOCATOR, "until_parting", source="Prune-OPD, arXiv:2605.07804", needs=(Need.EPISODES, Need.TEACHER_OVERLAP)
+)
+class UntilParting(Uniform):
+    """Play episodes only as far as policy and teacher mostly stay together: truncate them after L chunks.
+
+    An episode stays together up to the chunk at which clip(1 - drop bad, 0, 1) of credit=[prune] is 0. L grows by
+    `step` when at least a share `share` of an iteration's episodes stay together for L - step chunks, and falls by
+    `step` after `patience` iterations in a row in which they do not, to no less than `step`. first: L of the first
+    iteration. The authors' step is 100 tokens; agree and drop as in credit=[prune], with a larger drop for a robot's
+    fewer steps. A truncated episode counts as no success, also in the figures of collection.
+    """
+
+    def __init__(
+        self,
+        *,
+        first: int = 4,
+        step: int = 2,
+        share: float = 0.1,
+        patience: int = 3,
+        agree: float = 0.7,
+        drop: float = 0.25,
+    ):
+        self.limit, self.step = first, step
+        self.share, self.patience = share, patience
+        self.agree, self.drop = agree, drop
+        self.misses = 0
+
+    def limits(self, index: Array) -> list[int]:
+        """Return L for every initial state [n]."""
+        return [self.limit] * len(index)
+
+    def observe_rollouts(self, rollouts: Rollouts) -> None:
+        """Move L by how far the episodes stayed together."""
+        together = (1 - self.drop * partings(rollouts, self.agree)[..., -1] > 1e-9) & rollouts.alive
+        reached = (together.sum(1) >= self.limit - self.step).float().mean()
+        self.misses = 0 if float(reached) >= self.share else self.misses + 1
+        if not self.misses:
+            self.limit += self.step
+        elif self.misses == self.patience:
+            self.limit, self.misses = max(self.step, self.limit - self.step), 0
+
+    def state(self) -> dict[str, Any]:
+        """Return L and the number of misses in a row."""
+        return {"limit": self.limit, "misses": self.misses}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore L and the number of misses in a row."""
+        self.limit, self.misses = state["limit"], state["misses"]

@@ -12,6 +12,7 @@ from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.segments import Segments, quantile
 from robopolicy.rl.advantages.tree import owners, subtree_means
 from robopolicy.rl.context import Context, Tools, require_input
+from robopolicy.rl.experimental.own_teacher import as_undisturbed
 from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.rewards import last_chunk, paid_at_end
 from robopolicy.rl.side_models import (
@@ -248,8 +249,9 @@ class LearningTeacher(ImplicitReward):
 
     pi is the current policy without gradient, the moving prior; delta the moving mean of the middle between both kinds.
     q is trained in every `every`-th iteration. Adds extras["process"] [B, T, K] = beta (log q - log pi), which
-    advantage=process_gap follows: the reverse KL to q on own episodes. Deviation: the paper's teacher also reads
-    critiques as text; here it reads what the policy reads.
+    advantage=process_gap follows: the reverse KL to q on own episodes. privileged: q sees more than the policy, the
+    fields without faults (world.options.undisturbed=true). In the paper it reads critiques as text, which a policy of
+    actions cannot.
     """
 
     def __init__(
@@ -262,24 +264,27 @@ class LearningTeacher(ImplicitReward):
         rate: float = 1e-4,
         epochs: int = 1,
         minibatch: int = 64,
+        privileged: bool = False,
     ):
         super().__init__(tools, beta, rate, epochs, minibatch)
         self.every, self.momentum = every, momentum
+        self.privileged = privileged
         self.delta = 0.0
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Move delta, train in every `every`-th iteration, then add the rewards."""
+        view = as_undisturbed(rollouts) if self.privileged else rollouts
         with torch.no_grad():
             prior = self._logp(self.tools.policy, rollouts)
-            reward = self.beta * (self._logp(self.network, rollouts) - prior).sum((1, 2))
+            reward = self.beta * (self._logp(self.network, view) - prior).sum((1, 2))
         middle = float(middle_of(reward, rollouts.row_success))
         self.delta = self.momentum * self.delta + (1 - self.momentum) * middle
         if context.iteration % self.every == 0:
             for index in minibatches(len(rollouts.group), self.minibatch, self.epochs, context):
-                part = rollouts.take(index)
+                part = view.take(index)
                 self.step(self.loss(self.beta * (self._logp(self.network, part) - prior[index]).sum((1, 2)), part))
         with torch.no_grad():
-            process = self.beta * (self._logp(self.network, rollouts) - prior)
+            process = self.beta * (self._logp(self.network, view) - prior)
         right = ((process.sum((1, 2)) > self.delta) == rollouts.row_success).float().mean()
         return rollouts.with_extras(process=process, process_accuracy=right.expand(rollouts.shape))
 

@@ -34,6 +34,8 @@ from robopolicy.rl.initial_states import (
     ContinuesEpisodes,
     GivesHelp,
     LimitsLengths,
+    SeesLengths,
+    SeesRollouts,
     SeesStarts,
     SetsBudgets,
     Uniform,
@@ -216,7 +218,9 @@ class EpisodeCollector:
         advantage = per_start(size, group_index) / episodes
         starts = start_numbers.cpu().numpy()
         self.sampler.observe(starts, success_counts, episodes, advantage)
-        if isinstance(self.allocator, LimitsLengths):
+        if isinstance(self.allocator, SeesRollouts):
+            self.allocator.observe_rollouts(collected)
+        if isinstance(self.allocator, SeesLengths):
             rows = (collected.extras["start"][:, 0], collected.alive.sum(1), collected.row_success)
             self.allocator.observe_lengths(*(each.cpu().numpy() for each in rows))
         if self.hint is not None:
