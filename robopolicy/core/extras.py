@@ -32,6 +32,10 @@ class Extras:
     """
     hint: Tensor | None = None
     """[B, T] fraction of the demonstration skipped before the episode. Added during group collection; read by hints."""
+    demonstrated: Tensor | None = None
+    """[B, T, D] vector fields observed in the demonstration as many control steps after the episode's first state as
+    its first chunk took; NaN without a demonstration. Added during group collection by the allocator one_chunk.
+    """
     helped: Tensor | None = None
     """[B, T] bool, episodes played after their group, with help, by the teacher, or from a state that was chosen. Added
     during group collection by the allocators retry_*, correct, tree_search, prefixes and *teacher_rollouts; read by

@@ -287,4 +287,18 @@ class Images:
         return Images(frames, indices, after)
 
 
+def black_out(key: str, value: Any, draws: torch.Generator, share: float = 0.5, patches: int = 8) -> Any:
+    """Black out a random share of the patches of images [N, H, height, width, 3], the same in every frame.
+
+    patches: their number along each side; another field than a camera's is returned as it is.
+    """
+    if not key.startswith(IMAGE_PREFIX):
+        return value
+    count, _, height, width, _ = value.shape
+    visible_mask = torch.rand((count, patches, patches), generator=draws, device=draws.device) >= share
+    rows = torch.arange(height, device=value.device) * patches // height
+    columns = torch.arange(width, device=value.device) * patches // width
+    return value * visible_mask[:, rows][:, :, columns][:, None, :, :, None]
+
+
 keep_former_names(__name__, {"some_of": "select_frames"})

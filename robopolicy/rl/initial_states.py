@@ -242,6 +242,16 @@ class AsksTeacher(Protocol):
 
 
 @runtime_checkable
+class ComparesDemonstrated(Protocol):
+    """An allocator whose episodes are compared with what a demonstration observed after the same time.
+
+    What they are paid takes the place of their success for samplers and hints.
+    """
+
+    demonstrated: bool
+
+
+@runtime_checkable
 class SetsBudgets(Protocol):
     """An allocator that divides groups among budgets, as fractions of the world's horizon."""
 

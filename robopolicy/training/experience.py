@@ -6,13 +6,13 @@ All results are stored in the extras of `Rollouts` (see `robopolicy.core.extras`
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError, ScoreError
 from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.images import black_out
 from robopolicy.core.policy import (
     CachesCondition,
     EncodesObservation,
@@ -23,7 +23,7 @@ from robopolicy.core.policy import (
     is_condition,
 )
 from robopolicy.core.rollouts import Rollouts, critic_observation, row_selector
-from robopolicy.core.spec import IMAGE_PREFIX, TASK
+from robopolicy.core.spec import TASK
 from robopolicy.core.steps import ACTIONS_COMPARED, require_own_actions
 from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.nn.micro_batches import rows_at_once, scores_of
@@ -137,7 +137,7 @@ def recompute_log_probs(
     def given() -> Iterator[tuple[TensorObservation, Mapping[str, Tensor]]]:
         for observation, latents in _gathered(rollouts, alive, instructions, images=images):
             if blackout is not None:
-                observation = {key: _blacked(key, value, blackout) for key, value in observation.items()}
+                observation = {key: black_out(key, value, blackout) for key, value in observation.items()}
             yield observation, latents_for_other_policy(latents) if afresh else latents
 
     empty = torch.zeros_like(rollouts.logp_behaviour, dtype=torch.float32)
@@ -197,17 +197,6 @@ def conditions_of(rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[
         values = torch.cat([each[name] for each in conditions])
         stacked[name] = first.new_zeros((*alive.shape, *first.shape[1:])).index_put((alive,), values)
     return stacked
-
-
-def _blacked(key: str, value: Any, draws: torch.Generator, patches: int = 8, share: float = 0.5) -> Any:
-    """Black out a random half of the patches of images [N, H, height, width, 3], the same in every frame."""
-    if not key.startswith(IMAGE_PREFIX):
-        return value
-    count, _, height, width, _ = value.shape
-    visible_mask = torch.rand((count, patches, patches), generator=draws, device=draws.device) >= share
-    rows = torch.arange(height, device=value.device) * patches // height
-    columns = torch.arange(width, device=value.device) * patches // width
-    return value * visible_mask[:, rows][:, :, columns][:, None, :, :, None]
 
 
 def reads_images(policy: ScoredPolicy, rollouts: Rollouts) -> bool:

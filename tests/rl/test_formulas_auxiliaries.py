@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from robopolicy.core.extras import Extras
 from robopolicy.core.policy import Decision, Scores
-from robopolicy.core.spec import STATE
+from robopolicy.core.spec import IMAGE_PREFIX, STATE
 from robopolicy.rl import auxiliaries
 from robopolicy.rl.context import AuxiliaryInputs, Context
 from robopolicy.rl.experimental import auxiliaries as experimental_auxiliaries
@@ -337,3 +337,36 @@ def test_step_preferences_equal_a_slow_reference():
     (gradient,) = torch.autograd.grad(loss, theta)
     assert float(gradient) != 0
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, theta)[0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.checks("auxiliaries/masked_preference", "OPA-DPO")
+def test_pictures_are_preferred_to_masked_pictures():
+    """D .5 on the picture and .2 on a black one, beta .1: .6783 times .2 for each of the better chunks."""
+    camera = IMAGE_PREFIX + "front"
+
+    def policy_of(seen: Tensor, masked: Tensor) -> Toy:
+        def answer(observation, latents) -> Scores:
+            logp = seen if bool(observation[camera].any()) else masked
+            return Scores(logp, torch.zeros(2, 3))
+
+        return Toy(answer)
+
+    theta = torch.tensor(1.0, requires_grad=True)
+    own, reference = torch.tensor([[0.4, 0.5, 9.0], [0.4, 9.0, 9.0]]), torch.tensor([[0.1, 0.3, 0.0], [0.1, 0.0, 0.0]])
+    inputs = inputs_of(
+        observation={camera: torch.ones(2, 1, 8, 8, 3)},
+        scores=Scores(own * theta, torch.zeros(2, 3)),
+        policy=policy_of(own, torch.full((2, 3), 0.2) * theta),
+        base=policy_of(reference, torch.full((2, 3), 0.1)),
+        extras=Extras().adding(advantage=torch.tensor([[1.0, 1.0, 0.0], [-1.0, 0.0, 0.0]])),
+    )
+    loss = auxiliaries_of_pictures(inputs)
+    assert float(loss.detach()) == pytest.approx(0.2 * 0.6783 / 2, abs=1e-4)
+    (gradient,) = torch.autograd.grad(loss, theta)
+    # both views are learned: own log-probabilities .9 on the picture, .4 on the black one
+    assert float(gradient) == pytest.approx(-0.2 * 0.1 * (0.9 - 0.4) * (1 - 1 / (1 + math.exp(-0.03))) / 2, abs=1e-5)
+
+
+def auxiliaries_of_pictures(inputs: AuxiliaryInputs) -> Tensor:
+    """All patches are black."""
+    return experimental_auxiliaries.masked_preference(inputs, share=1.0)

@@ -201,3 +201,24 @@ def test_success_is_then_to_end_where_the_majority_ends():
     assert experimental_rewards.majority_label(seen, context).row_return.tolist() == [1, 0, 0, 0, 0], (
         "one visit is none"
     )
+
+
+@pytest.mark.checks("rewards/as_demonstrated", "PivotRL")
+def test_a_chunk_is_paid_where_it_leads_to_what_was_demonstrated():
+    """Distances .1 .4 .6 and 2 to demonstrations of two initial states, 2 apart: a deviation of 1, one entry counts."""
+    rollouts = make_rollouts([1] * 8, [0] * 4 + [1] * 4, [0.0] * 8)
+    target = torch.tensor([0.0] * 4 + [2.0] * 4, dtype=torch.float64)
+    vectors = torch.stack([target, torch.full_like(target, 5), torch.full_like(target, -5)], -1)
+    after = torch.randn(8, 1, 1, 3)
+    after[:, 0, 0, 0] = target + torch.tensor([0.1, -0.4, 0.6, 2.0] * 2)
+    rollouts = replace(rollouts, next_observation={STATE: after}, rewards={"reward": torch.ones(8, 1, 2)})
+    rollouts = rollouts.with_extras(demonstrated=vectors[:, None])
+    paid = experimental_rewards.as_demonstrated(rollouts, CONTEXT)
+    assert list(paid.rewards) == ["as_demonstrated"] and paid.row_return.tolist() == [1.0, 1.0, 0.0, 0.0] * 2
+    assert float(paid.row_return[:4].var(unbiased=False)) == 0.25, "a pivot: there is something to learn"
+    won = replace(rollouts, success=torch.tensor([False, False, False, True] * 2)[:, None])
+    assert experimental_rewards.as_demonstrated(won, CONTEXT).row_return.tolist() == [1.0, 1.0, 0.0, 1.0] * 2
+    unknown = rollouts.with_extras(demonstrated=torch.full((8, 1, 1), torch.nan))
+    assert not experimental_rewards.as_demonstrated(unknown, CONTEXT).row_return.any()
+    near = experimental_rewards.as_demonstrated(rollouts, CONTEXT, within=0.2)
+    assert near.row_return.tolist() == [1.0, 0.0, 0.0, 0.0] * 2

@@ -94,6 +94,15 @@ def test_pivots_are_states_of_mixed_outcome_that_are_not_easy():
     assert asked(again(pivot, most=0.4, easy=0.8), [7], seed=5) == asked(pivot, [7], seed=5)
 
 
+@pytest.mark.checks("hint/pivot", "PivotRL")
+def test_pivots_may_be_found_once_with_the_first_policy():
+    pivot = Pivot(most=0.1, once=True)
+    for rates in ([0.0, 0.5], [0.5, 1.0]):
+        seen(pivot, [7, 7], [0.0, 0.1], rates)
+    asked(pivot, [7]), asked(pivot, [7])
+    assert {asked(pivot, [7], seed=number)[0] for number in range(20)} == {0.1}
+
+
 def test_a_tenth_is_known_by_the_state_that_a_demonstration_of_any_length_begins_it_in():
     for length, tenth in itertools.product(range(10, 40), range(10)):
         place = min(int(tenth / 10 * length), length - 1)

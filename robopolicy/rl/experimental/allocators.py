@@ -1,4 +1,4 @@
-"""Experimental allocators, which give episodes one by one to the initial states that gain most from them."""
+"""Experimental allocators: episodes one by one to the initial states that gain most from them, or of one chunk each."""
 
 from typing import Any, cast
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from robopolicy.core.arrays import Array
 from robopolicy.rl.initial_states import Uniform
-from robopolicy.rl.registry import Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 def chance_of_mixed(rate: Array, size: Array) -> Array:
@@ -43,6 +43,26 @@ class Mixed(Uniform):
             gain = chance_of_mixed(predicted, sizes + 1) - chance_of_mixed(predicted, sizes)
             sizes[np.where(sizes < most, gain, -np.inf).argmax()] += 1
         return sizes.tolist()
+
+
+@mechanism(
+    Slot.ALLOCATOR,
+    "one_chunk",
+    source="PivotRL, arXiv:2603.21383",
+    needs=(Need.GROUPS, Need.STARTS, Need.DEMONSTRATIONS),
+)
+class OneChunk(Uniform):
+    """Truncate every episode after its first chunk, to be paid at once: hint=pivot, rewards=[as_demonstrated].
+
+    Adds extras["demonstrated"]. What an episode is paid takes the place of its success for samplers and hints; the
+    success that is reported is that of the chunk.
+    """
+
+    demonstrated = True
+
+    def limits(self, index: Array) -> list[int]:
+        """Return 1 for every initial state [n]."""
+        return [1] * len(index)
 
 
 def half_width(rate: Array, sizes: Array, later: Array, alpha: float) -> Array:

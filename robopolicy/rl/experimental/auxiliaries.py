@@ -14,6 +14,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import integers
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.images import black_out
 from robopolicy.core.policy import FinishesChain, ScoredPolicy
 from robopolicy.nn.micro_batches import loss_of, scores_of
 from robopolicy.rl.context import AuxiliaryInputs, latents_for_other_policy, require_input, score_extra
@@ -278,6 +279,33 @@ def step_preference_loss(better: Tensor, worse: Tensor, beta: float, clip: float
     """
     low, high = math.log(1 - clip), math.log(1 + clip)
     return torch.nn.functional.softplus(-beta * (better.clamp(low, high) - worse.clamp(low, high)))
+
+
+@mechanism(
+    Slot.AUXILIARY,
+    "masked_preference",
+    source="OPA-DPO, arXiv:2501.09695",
+    needs=(Need.IMAGES, Need.BASE, Need.EPISODES),
+)
+def masked_preference(inputs: AuxiliaryInputs, *, weight: float = 0.2, beta: float = 0.1, share: float = 0.3) -> Tensor:
+    """Prefer a chunk of a better episode in view of its picture to the same chunk in view of a masked one.
+
+        -log sigmoid(beta (D - D_masked)),   D = sum of log pi / pi_base over the chunk's steps
+
+    for chunks with a positive advantage, divided by the number of all. Masked: a random `share` of the patches is
+    black. The reference sees the same picture as the policy. The paper's pairs are whole answers to one picture; a
+    robot has a picture for every chunk. Returns a scalar. Raises ConfigError without a base policy.
+    """
+    base, latents = require_input(inputs.base, "base"), latents_for_other_policy(inputs.latents)
+    draws = inputs.context.generator
+    masked = {key: black_out(key, value, draws, share) for key, value in inputs.observation.items()}
+    with torch.no_grad():
+        reference, masked_reference = (scores_of(base, view, latents).logp for view in (inputs.observation, masked))
+    ratio = inputs.scores.logp - reference
+    masked_ratio = scores_of(inputs.policy, masked, latents).logp - masked_reference
+    margin = beta * torch.where(inputs.mask, ratio - masked_ratio, 0.0).sum(-1)
+    is_chosen = inputs.extras["advantage"].sum(-1) > 0
+    return weight * torch.where(is_chosen, torch.nn.functional.softplus(-margin), 0.0).mean()
 
 
 @mechanism(

@@ -560,13 +560,13 @@ class Pivot(_Rates):
     """Start at pivots, demonstrated states with mixed outcomes that are not easy: 0 < rate < easy.
 
     Candidates are the tenths of a demonstration. Untried ones come first, to measure their rates; then a pivot is
-    drawn, or any candidate if there is none, since the policy changes. Deviations: the paper finds pivots once, with
-    the initial policy, here the newest group counts; it plays one step there, rewarded if it is as good as the
-    demonstrated one, here the episode continues to its end and its outcome is the reward.
+    drawn, or any candidate if there is none. once: as in the paper, a candidate's first group decides, else its newest,
+    since the policy changes. The paper plays one step there, rewarded if it is as good as the demonstrated one:
+    allocator=one_chunk, rewards=[as_demonstrated]. Otherwise the episode continues to its end.
     """
 
-    def __init__(self, *, most: float = 0.9, easy: float = 0.9):
-        super().__init__(fresh=1.0)
+    def __init__(self, *, most: float = 0.9, easy: float = 0.9, once: bool = False):
+        super().__init__(fresh=0.0 if once else 1.0)
         self.most, self.easy = most, easy
         self.tried: set[tuple[int, int]] = set()
 

@@ -235,3 +235,36 @@ def weigh_decisions(mask: Tensor, rollouts: Rollouts) -> Tensor:
     chunks = rollouts.extras["episode_decisions"][..., None].clamp(min=1)
     weight = mask.float() / mask.sum(-1, keepdim=True).clamp(min=1) / chunks
     return weight / weight.sum().clamp(min=1e-12)
+
+
+@mechanism(
+    Slot.REWARD,
+    "as_demonstrated",
+    source="PivotRL, arXiv:2603.21383",
+    needs=(Need.GROUPS, Need.STARTS, Need.DEMONSTRATIONS),
+)
+def as_demonstrated(
+    rollouts: Rollouts, context: Context, *, within: float = 0.5, keep: tuple[str, ...] = ("uncertainty",)
+) -> Rollouts:
+    """Pay 1 for a first chunk after which the world is as a demonstration had it at that time, or that succeeds.
+
+    That is, whose vector fields are within a distance `within` of extras["demonstrated"] (allocator=one_chunk): the
+    root mean square over their entries, in standard deviations of the demonstrated ones of the batch; entries that are
+    the same in all of them do not count. The paper's verifier of actions that do as well is a language model's; this
+    distance stands for it. Of the world's rewards only `keep` stays.
+    """
+    target = rollouts.extras["demonstrated"][:, 0]
+    following = sorted(rollouts.next_observation.items())
+    fields = [value[:, 0, -1].flatten(1).double() for _, value in following if isinstance(value, Tensor)]
+    is_known = ~target.isnan().any(-1)
+    close = torch.zeros_like(is_known)
+    if bool(is_known.any()):
+        spread = target[is_known].std(0, unbiased=False)
+        counts = spread > 1e-6
+        difference = (torch.cat(fields, -1)[:, counts] - target[:, counts]) / spread[counts]
+        close = is_known & (difference.square().mean(-1).sqrt() <= within)
+    per_chunk = torch.zeros(rollouts.shape, device=target.device)
+    per_chunk[:, 0] = (close | (rollouts.success[:, 0] & rollouts.alive[:, 0])).float()
+    paid = at_last_step(rollouts, per_chunk)
+    other_rewards = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
+    return replace(rollouts, rewards={"as_demonstrated": paid, **other_rewards})

@@ -21,7 +21,7 @@ from robopolicy.core.policy import Policy, Trainable, is_condition
 from robopolicy.core.randomness import derive_seed, episode_seeds
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.segments import Segments
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
+from robopolicy.core.spec import WorldSpec
 from robopolicy.core.world import Snapshot, Snapshots, World
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.branch_rules import RULES
@@ -31,6 +31,7 @@ from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
 from robopolicy.rl.initial_states import (
     AsksTeacher,
     Beliefs,
+    ComparesDemonstrated,
     ContinuesEpisodes,
     GivesHelp,
     LimitsLengths,
@@ -44,7 +45,7 @@ from robopolicy.rl.registry import Need, Slot
 from robopolicy.training.acting import TakesOver
 from robopolicy.training.collection.protocol import while_collecting
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.demonstrations import Demonstrations
+from robopolicy.training.demonstrations import Demonstrations, newest_vectors
 from robopolicy.training.experience import conditions_of, with_executed
 
 
@@ -212,7 +213,9 @@ class EpisodeCollector:
             return total.index_add_(0, index, values.double()).cpu().numpy()
 
         episodes = per_start(torch.ones_like(place), place)
-        success_counts = per_start(collected.row_success, place)
+        # One chunk of an episode rarely succeeds: what it is paid for is its outcome then.
+        by_chunk = isinstance(self.allocator, ComparesDemonstrated)
+        success_counts = per_start(collected.row_return > 0 if by_chunk else collected.row_success, place)
         group_index = torch.searchsorted(start_numbers, prepared.extras["start"][:, 0].contiguous())
         size = prepared.extras["advantage"].abs().sum((1, 2)) / prepared.extras["episode_steps"][:, 0].clamp(min=1)
         advantage = per_start(size, group_index) / episodes
@@ -278,7 +281,10 @@ class EpisodeCollector:
         depth = torch.tensor([depth for _, depth in origins], device=device)
         groups_kept = self.held
         self.begun = {group: origin for group, origin in self.begun.items() if group in groups_kept}
-        return rollouts.with_extras(start=start[:, None].expand(shape), hint=depth[:, None].expand(shape))
+        rollouts = rollouts.with_extras(start=start[:, None].expand(shape), hint=depth[:, None].expand(shape))
+        if isinstance(self.allocator, ComparesDemonstrated) and self.demonstrations is not None:
+            return rollouts.with_extras(demonstrated=demonstrated_next(rollouts, self.demonstrations))
+        return rollouts
 
     def _more(self, rollouts: Rollouts, first: int, count: int) -> list[int]:
         """Return the number of episodes that the allocator adds to each of the groups [n] from number `first`, given
@@ -431,11 +437,7 @@ class EpisodeCollector:
             wave = np.resize(starts[first : first + rows], rows)  # surplus rows repeat the wave
             options = {"task": np.array(pool)[wave]} if pool else None
             observation = self.world.reset(seeds=seeds[wave], options=options)
-            fields: list[Any] = [
-                np.asarray(value)[:, -1].reshape(rows, -1).astype(np.float64)
-                for key, value in sorted(observation.items())
-                if key != TASK and not key.startswith(IMAGE_PREFIX)
-            ]
+            fields = [newest_vectors(observation)]
             if options is not None:
                 fields.append(np.eye(len(texts))[options["task"]])
             parts.append(np.concatenate(fields, 1)[: len(starts) - first])
@@ -484,6 +486,18 @@ def _results(places: Tensor, rollouts: Rollouts, count: int) -> tuple[np.ndarray
     episode_counts = np.bincount(places, minlength=count)
     success_counts = np.bincount(places, rollouts.row_success.cpu(), count)
     return success_counts / np.maximum(episode_counts, 1), episode_counts
+
+
+def demonstrated_next(rollouts: Rollouts, demonstrations: Demonstrations) -> Tensor:
+    """Return what the demonstrations observed after as many control steps as each row's first chunk, [B, T, D]; NaN
+    without a demonstration.
+    """
+    rows = (rollouts.extras["start"][:, 0], rollouts.extras["hint"][:, 0], rollouts.duration[:, 0])
+    vectors = [demonstrations.vector(*each) for each in zip(*(row.tolist() for row in rows), strict=True)]
+    known = [vector for vector in vectors if vector is not None]
+    size = len(known[0]) if known else 1
+    table = np.array([np.full(size, np.nan) if vector is None else vector for vector in vectors])
+    return torch.tensor(table, device=rollouts.group.device)[:, None].expand(-1, rollouts.shape[1], -1).contiguous()
 
 
 def with_budgets(requests: Sequence[Request], spec: WorldSpec, budgets: Sequence[float]) -> list[Request]:
