@@ -75,6 +75,8 @@ class Extras:
     """[B, T, K] in 0..1, agreement of the policy's and the teacher's distributions. Added for Need.TEACHER_OVERLAP."""
     position: Tensor | None = None
     """[B, T] fraction of the episode's chunks before the middle of this one. Added for Need.POSITION."""
+    group_rate: Tensor | None = None
+    """[B, T] success rate of the episode's group. Added for Need.GROUP_RATES."""
     preferred: Tensor | None = None
     """[B, T] 1 for episodes preferred to others of their group, -1 for the rejected ones. Added by mechanisms that
     store pairs.

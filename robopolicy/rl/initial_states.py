@@ -196,17 +196,24 @@ class SeesLengths(Protocol):
 class GivesHelp(Protocol):
     """An allocator that plays more episodes with help once a group's outcomes are known.
 
-    depth: fraction of the demonstration to start after, 0: another wording of the instruction instead; together:
-    compared with the group's other episodes, else with each other; forget: learned from as if there had been no help.
-    An allocator may define from_plain: only groups whose instruction is in its plain words get other ones.
+    together: compared with the group's other episodes, else with each other; forget: learned from as if there had been
+    no help; ahead: fraction of the demonstration beyond what each failure of the group reached, to start after it
+    instead, 0 for not. An allocator may define from_plain: only groups whose instruction is in its plain words get
+    other ones.
     """
 
-    depth: float
     together: bool
     forget: bool
+    ahead: float
 
     def helped(self, rate: Array, sizes: Array, context: Context) -> list[int]:
         """Return the number of helped episodes for groups with these success rates and sizes, [n]."""
+        ...
+
+    def depths(self, rate: Array) -> list[float]:
+        """Return the fraction of the demonstration to start after for groups with these success rates, [n]; 0: another
+        wording of the instruction instead.
+        """
         ...
 
 

@@ -213,6 +213,7 @@ class Need(Enum):
     REFERENCE_SCORES = "the frozen base policy's log-probabilities of the same steps"
     CURRENT_SCORES = "log-probabilities of the same steps before the update, and the size of their gradients"
     TEACHER_OVERLAP = "the agreement of the teacher's and the policy's distributions (a teacher of the policy's kind)"
+    GROUP_RATES = "the success rate of every episode's group (a group advantage, group_size >= 2)"
     POSITION = "the position of every action chunk in its episode"
     SCORES_ACTIONS = (
         "a policy that can compute log-probabilities of given actions (a token policy, or a denoising policy with "

@@ -23,6 +23,7 @@ from robopolicy.core.policy import (
 )
 from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.segments import Segments
 from robopolicy.core.world import World
 from robopolicy.nn.micro_batches import rows_at_once, scores_of
 from robopolicy.rl.algorithm import Algorithm
@@ -133,6 +134,13 @@ def add_position(rollouts: Rollouts, sources: Sources) -> Rollouts:
     return rollouts.with_extras(position=torch.where(rollouts.alive, position, 0.0))
 
 
+def add_group_rates(rollouts: Rollouts, sources: Sources) -> Rollouts:
+    """Add `group_rate` [B, T], the success rate of the episode's group."""
+    groups = Segments.of(rollouts.group)
+    rate = groups.mean(rollouts.row_success.float())[groups.index]
+    return rollouts.with_extras(group_rate=rate[:, None].expand(rollouts.shape).contiguous())
+
+
 PROVIDERS: Mapping[Need, Provider] = {
     Need.ENTROPY: Provider(add_entropy),
     Need.BLACKOUT_SCORES: Provider(add_blackout_scores, frozenset({Need.IMAGES})),
@@ -141,6 +149,7 @@ PROVIDERS: Mapping[Need, Provider] = {
     Need.CURRENT_SCORES: Provider(add_current_scores),
     Need.TEACHER_OVERLAP: Provider(add_teacher_overlap, frozenset({Need.SAME_STEPS})),
     Need.POSITION: Provider(add_position),
+    Need.GROUP_RATES: Provider(add_group_rates, frozenset({Need.GROUPS})),
 }
 
 

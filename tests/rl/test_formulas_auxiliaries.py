@@ -370,3 +370,17 @@ def test_pictures_are_preferred_to_masked_pictures():
 def auxiliaries_of_pictures(inputs: AuxiliaryInputs) -> Tensor:
     """All patches are black."""
     return experimental_auxiliaries.masked_preference(inputs, share=1.0)
+
+
+@pytest.mark.checks("auxiliaries/kl_by_difficulty", "CLPO")
+def test_the_pull_to_the_base_is_half_where_the_policy_fails():
+    """x = 1: exp(-1) - 1 + 1 = .3679 a step; the group of the first chunk fails: 2 and 1 steps."""
+    base = Toy(Scores(torch.zeros(2, 3), torch.zeros(2, 3)))
+    inputs = inputs_of(
+        base=base, scores=Scores(torch.ones(2, 3), torch.zeros(2, 3)),
+        extras=Extras().adding(group_rate=torch.tensor([0.3, 0.4])),
+    )  # fmt: skip
+    loss = experimental_auxiliaries.stay_near_where_easy(inputs, weight=1.0)
+    assert float(loss) == pytest.approx(0.3679 * (2 * 0.5 + 1) / 3, abs=1e-4)
+    plain = experimental_auxiliaries.stay_near_base(inputs, weight=1.0)
+    assert float(experimental_auxiliaries.stay_near_where_easy(inputs, weight=1.0, factor=1.0)) == float(plain)

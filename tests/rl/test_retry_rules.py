@@ -8,7 +8,15 @@ from made_rollouts import make_rollouts, make_scored
 from robopolicy.rl.advantages.group import grpo
 from robopolicy.rl.coefficients import clipped
 from robopolicy.rl.context import Context
-from robopolicy.rl.experimental.retry import RetryState, RetryWording, helped_bonus, icpo, plain_rows
+from robopolicy.rl.experimental.retry import (
+    RetryByDifficulty,
+    RetryState,
+    RetryWording,
+    helped_bonus,
+    icpo,
+    plain_rows,
+    reached_share,
+)
 
 EARLY, LATE = (Context(torch.Generator(), iteration=iteration, iterations=10) for iteration in (2, 8))
 RATE, SIZES = np.array([0.0, 0.25, 1.0]), np.array([8, 8, 8])
@@ -24,14 +32,27 @@ def with_help(returns: list[float], helped: list[int], group: list[int] | None =
     return rollouts.with_extras(helped=torch.tensor(helped).bool()[:, None].expand(rollouts.shape))
 
 
-@pytest.mark.checks("allocator/retry_wording", "allocator/retry_state", "Guide-GRPO", "NuRL", "Agent-RLVR", "CLPO")
+@pytest.mark.checks("allocator/retry_wording", "allocator/retry_state", "allocator/retry_by_difficulty", "CLPO")
 def test_who_gets_how_many_episodes_with_help():
     assert planned(RetryWording()).helped(RATE, SIZES, EARLY) == [8, 0, 0], "Guide-GRPO: where all failed"
     nurl = planned(RetryWording(count=7, after=0.5))
     assert nurl.helped(RATE, SIZES, EARLY) == [0, 0, 0] and nurl.helped(RATE, SIZES, LATE) == [7, 0, 0]
     assert planned(RetryState(per_failure=True, rate=1.0)).helped(RATE, SIZES, EARLY) == [8, 6, 0], "each failure again"
-    assert planned(RetryWording(rate=0.7)).helped(RATE, SIZES, EARLY) == [8, 8, 0], "CLPO: hard and middling ones"
+    clpo = planned(RetryByDifficulty())
+    assert clpo.helped(RATE, SIZES, EARLY) == [8, 8, 0], "CLPO: hard and middling ones"
+    assert clpo.depths(np.array([0.0, 0.3, 0.31, 0.7])) == [0.5, 0.5, 0.0, 0.0], "hard ones are eased, others vary"
+    assert planned(RetryWording()).depths(RATE) == [0.0] * 3 and planned(RetryState()).depths(RATE) == [0.5] * 3
     assert planned(RetryWording(rate=1.0, count=1)).helped(RATE, SIZES, EARLY) == [1, 1, 1], "ICPO: one of each group"
+
+
+@pytest.mark.checks("allocator/retry_state", "Agent-RLVR")
+def test_a_failure_is_followed_along_the_demonstration():
+    """States 0 to 3, with a deviation of 1.118: within half of that of 0 and 1, far from all, and back again."""
+    demonstration = np.array([[0.0, 7.0], [1.0, 7.0], [2.0, 7.0], [3.0, 7.0]])
+    assert reached_share(np.array([[0.1, 0.0], [1.5, 0.0]]), demonstration) == 0.5
+    assert reached_share(np.array([[0.1, 0.0], [1.4, 9.0], [0.0, 0.0]]), demonstration) == 0.25
+    assert reached_share(np.array([[-5.0, 0.0]]), demonstration) == 0.0
+    assert reached_share(np.array([[1.4, 0.0]]), demonstration, within=0.1) == 0.0
 
 
 @pytest.mark.checks("ADHint")

@@ -1,4 +1,6 @@
-"""Single chunks from demonstrated states, paid by where the demonstration went."""
+"""Single chunks from demonstrated states, paid by where the demonstration went; second attempts within them."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ import torch
 from seeing_toys import denoising_policy
 
 from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.experimental.retry import reached_share
 from robopolicy.training.collection import make_collector, start_pool
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import demonstrate, newest_vectors
@@ -55,6 +58,33 @@ def test_every_episode_is_one_chunk_and_is_compared_after_as_long():
     collector.observe(paid, prepared)
     rates = collector.hint.rates
     assert len(rates) == 4 and sum(rates.values()) == pytest.approx(float(paid.row_return.sum()) / 3)
+
+
+@pytest.mark.checks("allocator/retry_state", "Agent-RLVR")
+def test_a_second_attempt_begins_beyond_where_the_first_one_failed():
+    world = make_world("reach_planar", 4)
+    demonstrations, policy = demonstrated(world), denoising_policy(world)
+    options = {"retry_state": {"per_failure": True, "rate": 1.0, "ahead": 0.2}}
+    config = replace(CONFIG, allocator="retry_state", hint=None, rewards=("success_only",), options=options)
+    draws = torch.Generator().manual_seed(0)
+    rollouts = make_collector(world, policy, build_algorithm(config), config, 0, draws, demonstrations).collect(0)
+    helped = rollouts.extras["helped"][:, 0]
+    starts, fields = rollouts.extras["start"][:, 0], [value for _, value in sorted(rollouts.observation.items())]
+    places = set()
+    for start, shown in demonstrations.vectors.items():
+        failures = (~helped & ~rollouts.row_success & (starts == start)).nonzero()[:, 0]
+        attempts = (helped & (starts == start)).nonzero()[:, 0]
+        path, begins = np.array(shown), []
+        for failure in failures:
+            episode = np.concatenate([value[failure, rollouts.alive[failure], -1].numpy() for value in fields], -1)
+            begins.append(min(int((reached_share(episode, path) + 0.2) * len(path)), len(path) - 1))
+        begins = [place for place in begins if place]
+        assert len(attempts) == len(begins)
+        for attempt, place in zip(attempts, begins, strict=True):
+            first = np.concatenate([value[attempt, 0, -1].numpy() for value in fields], -1)
+            np.testing.assert_allclose(first, path[place], atol=1e-6)
+        places |= {place / len(path) for place in begins}
+    assert len(places) > 1 and helped.any()
 
 
 @pytest.mark.long

@@ -5,15 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from bandit_toys import BanditWorld
+from bandit_toys import BanditWorld, SavesRows
 from seeing_toys import denoising_policy, token_policy
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import TASK
-from robopolicy.core.world import Step
+from robopolicy.core.world import Snapshot, Step
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import episode_metrics, recompute_log_probs
 from robopolicy.training.finetune import finetune
 
@@ -49,6 +50,10 @@ class Advised(BanditWorld):
     def step(self, actions: np.ndarray) -> Step:
         step = super().step(actions)
         return replace(step, success=step.terminated & (self.task == 1))
+
+
+class SavedAdvice(SavesRows, Advised):
+    """The same, with rows that can be saved."""
 
 
 def collected(make, **options):
@@ -135,3 +140,24 @@ def test_help_is_refused_where_groups_are_used_as_soon_as_they_are_complete():
     collector = make_collector(world, policy, build_algorithm(config), config, 0, torch.Generator())
     with pytest.raises(ConfigError, match="set overprovision=0"):
         collector.collect(0)
+
+
+@pytest.mark.checks("allocator/retry_by_difficulty", "CLPO")
+def test_hard_groups_are_eased_and_others_vary():
+    """Starts 0 and 2 fail and begin near the end of a demonstration; 1 and 3 count as middling and hear other words."""
+    world = SavedAdvice(6)
+    shown = [Snapshot({"context": np.zeros((1, 2)), "time": np.array([time])}) for time in range(3)]
+    options = {"retry_by_difficulty": {"depth": 0.9, "rate": 1.0, "count": 2}}
+    config = replace(CONFIG, allocator="retry_by_difficulty", options=options)
+    policy, draws = token_policy(world), torch.Generator().manual_seed(0)
+    policy.prepare_finetuning()
+    demonstrations = Demonstrations(dict.fromkeys(range(4), shown))
+    collector = make_collector(world, policy, build_algorithm(config), config, 0, draws, demonstrations)
+    rollouts = collector.collect(0)
+    helped, start = rollouts.extras["helped"][:, 0], rollouts.extras["start"][:, 0]
+    assert helped.tolist() == [False] * 12 + [True] * 8
+    eased = helped & (start % 2 == 0)
+    assert rollouts.alive[eased].sum(1).tolist() == [1] * 4, "one chunk before the end"
+    varied = helped & (start % 2 == 1)
+    assert rollouts.alive[varied].sum(1).tolist() == [3] * 4 and not rollouts.task[varied].any(), "other words"
+    assert set(rollouts.group[helped].tolist()).isdisjoint(rollouts.group[~helped].tolist())

@@ -205,6 +205,11 @@ def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: 
     gradient is that of the KL; k1's vanishes in expectation and is included for comparison. x: [n, k], limited to +-10.
     Returns a scalar. Raises ConfigError for an unknown estimator, and without a base policy.
     """
+    return weight * (inputs.step_weights * _kl_to_base(inputs, estimator)).sum()
+
+
+def _kl_to_base(inputs: AuxiliaryInputs, estimator: str) -> Tensor:
+    """Return the estimates of `stay_near_base` at every step, 0 outside the mask, [n, k]."""
     with torch.no_grad():
         base = scores_of(require_input(inputs.base, "base"), inputs.observation, inputs.latents).logp
     x = (inputs.scores.logp - base).clamp(-10, 10)
@@ -212,7 +217,24 @@ def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: 
     forms = {"k1": x, "k2": 0.5 * x.square(), "k3": torch.expm1(-x) + x}
     if estimator not in forms:
         raise unknown_option("kl_base.estimator", estimator, forms)
-    return weight * (inputs.step_weights * torch.where(inputs.mask, forms[estimator], 0.0)).sum()
+    return torch.where(inputs.mask, forms[estimator], 0.0)
+
+
+@mechanism(
+    Slot.AUXILIARY,
+    "kl_by_difficulty",
+    source="CLPO, arXiv:2509.25004",
+    needs=(Need.BASE, Need.GROUPS, Need.GROUP_RATES),
+)
+def stay_near_where_easy(
+    inputs: AuxiliaryInputs, *, weight: float = 0.01, hard: float = 0.3, factor: float = 0.5, estimator: str = "k3"
+) -> Tensor:
+    """KL to the base policy as in kl_base, times `factor` in groups whose success rate is at most `hard`.
+
+    Where the policy fails it may go further. Returns a scalar. Raises ConfigError as kl_base does.
+    """
+    scale = torch.where(inputs.extras["group_rate"] <= hard, factor, 1.0)[:, None]
+    return weight * (inputs.step_weights * scale * _kl_to_base(inputs, estimator)).sum()
 
 
 @mechanism(Slot.AUXILIARY, "kl_convex", source="ReMix (KL-convex constraint), arXiv:2507.06892", needs=(Need.BASE,))

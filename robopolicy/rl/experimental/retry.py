@@ -22,7 +22,9 @@ from robopolicy.rl.rewards import at_last_step
 
 
 class Retry(Uniform):
-    """Counts of helped episodes; base class of the two allocators."""
+    """Counts of helped episodes; base class of the allocators."""
+
+    depth, ahead = 0.0, 0.0
 
     def __init__(
         self,
@@ -59,6 +61,22 @@ class Retry(Uniform):
         extra = np.round((1 - rate) * sizes) if self.per_failure else np.full(len(rate), self.count or self.group_size)
         return np.where(rate <= self.rate, extra, 0).astype(int).tolist()
 
+    def depths(self, rate: Array) -> list[float]:
+        """Return the fractions of the demonstration to start after, [n]; see `GivesHelp`."""
+        return [self.depth] * len(rate)
+
+
+def reached_share(path: Array, demonstration: Array, within: float = 0.5) -> float:
+    """Return the fraction of a demonstration's states [N, D] up to the last one that a path [T, D] came near to.
+
+    Near: the root mean square of the differences, in standard deviations over the demonstration, is at most `within`.
+    """
+    spread = demonstration.std(0)
+    counts = spread > 1e-6
+    difference = (path[:, None] - demonstration[None])[..., counts] / spread[counts]
+    near = (np.sqrt((difference**2).mean(-1)) <= within).any(0)
+    return float(np.flatnonzero(near)[-1]) / len(near) if near.any() else 0.0
+
 
 @mechanism(
     Slot.ALLOCATOR,
@@ -71,8 +89,10 @@ class RetryState(Retry):
 
     count: 0 for group_size; per_failure: one for every failed episode instead (Agent-RLVR); mix: every group plays
     share w = .1 + .7 (1 - predicted success) of its episodes with help (ADHint); after: fraction of the run before
-    which there is no help (NuRL: once GRPO stands still); together: compared with the group's other episodes. The
-    demonstrated part is not scored, so there is nothing to correct for.
+    which there is no help (NuRL: once GRPO stands still); together: compared with the group's other episodes. ahead:
+    guidance made from each failure, with per_failure: its second attempt begins this fraction of the demonstration
+    beyond the last demonstrated state that it came near to, so that what went wrong is done for it. The demonstrated
+    part is not scored, so there is nothing to correct for.
     """
 
     forget = False
@@ -87,16 +107,17 @@ class RetryState(Retry):
         mix: bool = False,
         after: float = 0.0,
         together: bool = True,
+        ahead: float = 0.0,
     ):
         super().__init__(rate=rate, count=count, per_failure=per_failure, mix=mix, after=after, together=together)
-        self.depth = depth
+        self.depth, self.ahead = depth, ahead
 
 
 @mechanism(
     Slot.ALLOCATOR,
     "retry_wording",
     source="Guide-GRPO, arXiv:2506.13923; NuRL, arXiv:2509.25666; Agent-RLVR, arXiv:2506.11425; "
-    "ICPO, arXiv:2510.26519; CLPO, arXiv:2509.25004; TriMPI (PolicyRollout), arXiv:2510.09474",
+    "ICPO, arXiv:2510.26519; TriMPI (PolicyRollout), arXiv:2510.09474",
     needs=(Need.GROUPS, Need.INSTRUCTIONS),
 )
 class RetryWording(Retry):
@@ -107,13 +128,11 @@ class RetryWording(Retry):
     plain instruction, with the ratio pi(step | plain) / pi_old(step | helped), else under the words that it was given.
     The other options are those of retry_state. Guide-GRPO: the defaults. NuRL: forget=false together=true, with
     selection=[plain_rows]. Agent-RLVR: per_failure=true rate=1. ICPO: rate=1 count=1 together=true, with
-    coefficient=icpo and rewards=[helped_bonus]. CLPO: rate=.7 forget=false, with selection=[mixed_outcomes].
+    coefficient=icpo and rewards=[helped_bonus]. CLPO: retry_by_difficulty.
     PolicyRollout: rate=1 together=true from_plain=true, half of every group under a text with the rules to keep, all
     compared together and learned from without it. from_plain: only groups whose instruction is in its plain words, the
     first of its wordings, get other ones.
     """
-
-    depth = 0.0
 
     def __init__(
         self,
@@ -129,6 +148,32 @@ class RetryWording(Retry):
     ):
         super().__init__(rate=rate, count=count, per_failure=per_failure, mix=mix, after=after, together=together)
         self.forget, self.from_plain = forget, from_plain
+
+
+@mechanism(
+    Slot.ALLOCATOR,
+    "retry_by_difficulty",
+    source="CLPO, arXiv:2509.25004",
+    needs=(Need.GROUPS, Need.STARTS, Need.INSTRUCTIONS, Need.DEMONSTRATIONS),
+)
+class RetryByDifficulty(Retry):
+    """Ease hard groups and vary those in the middle: play them again as groups of their own, `count` episodes each.
+
+    Groups with a success rate of at most `hard` begin at `depth` of a demonstration, those above it up to `rate` hear
+    another wording of the instruction. In the paper the policy rewrites the problems itself, and keeps those that it
+    neither always nor never solves: selection=[mixed_outcomes]; a smaller KL weight of hard ones:
+    auxiliaries=[kl_by_difficulty]. count: 0 for group_size.
+    """
+
+    forget = False
+
+    def __init__(self, *, hard: float = 0.3, rate: float = 0.7, depth: float = 0.5, count: int = 0):
+        super().__init__(rate=rate, count=count)
+        self.hard, self.depth = hard, depth
+
+    def depths(self, rate: Array) -> list[float]:
+        """Return `depth` for hard groups, 0 for others, [n]."""
+        return np.where(rate <= self.hard, self.depth, 0.0).tolist()
 
 
 def helped_rows(rollouts: Rollouts) -> Tensor:

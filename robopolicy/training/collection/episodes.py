@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import integers
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, Trainable, is_condition
@@ -28,6 +29,7 @@ from robopolicy.rl.branch_rules import RULES
 from robopolicy.rl.collect import Streams, play, start_streams
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
+from robopolicy.rl.experimental.retry import reached_share
 from robopolicy.rl.initial_states import (
     AsksTeacher,
     Beliefs,
@@ -318,24 +320,45 @@ class EpisodeCollector:
         first, batch, version = place
         context = Context(torch.Generator(), iteration=batch, iterations=self.config.iterations)
         results = _results((rollouts.group - first).cpu(), rollouts, len(seeds))
-        spec, requests = self.world.spec, list[Request]()
-        for number, count in enumerate(self.allocator.helped(*results, context)):
-            row = int((rollouts.group == first + number).nonzero()[0])
-            task, state = int(rollouts.task[row, 0]), None
-            if self.allocator.depth and self.demonstrations is not None:
-                state = self.demonstrations.state(int(starts[number]), self.allocator.depth)[0]
-            elif not self.allocator.depth:
-                plain = spec.meaning(spec.instructions[task]) == spec.instructions[task]
-                from_plain = getattr(self.allocator, "from_plain", False)
-                wordings = other_wordings(spec, task) if plain or not from_plain else []
-                task = wordings[batch % len(wordings)] if wordings else task
-            if state is not None or task != int(rollouts.task[row, 0]):
-                requests += [Request(int(seeds[number]), first + number, task, state)] * count
+        requests: list[Request] = []
+        counts = self.allocator.helped(*results, context)
+        for number, (count, depth) in enumerate(zip(counts, self.allocator.depths(results[0]), strict=True)):
+            members = (rollouts.group == first + number).nonzero().squeeze(1)
+            task = int(rollouts.task[members[0], 0])
+            request, start = Request(int(seeds[number]), first + number, task), int(starts[number])
+            if depth and self.demonstrations is not None:
+                depths = [depth] * count
+                if self.allocator.ahead:
+                    failed_rows = integers(members[~rollouts.row_success[members]])[:count]
+                    depths = [self._reached(rollouts, row, start) + self.allocator.ahead for row in failed_rows]
+                states = [self.demonstrations.state(start, each)[0] for each in depths]
+                requests += [replace(request, state=state) for state in states if state is not None]
+            elif not depth:
+                requests += [replace(request, task=other) for other in self._other_words(task, batch)] * count
         parts = [rollouts]
         if requests:
             parts.append(self._play(requests, batch, version, again=1))
         marked = [part.with_extras(helped=torch.full_like(part.alive, is_added)) for is_added, part in enumerate(parts)]
         return concatenate(marked, same_groups=True) if requests else marked[0]
+
+    def _other_words(self, task: int, batch: int) -> list[int]:
+        """Return another wording of instruction `task`, in turn, if there is one and the allocator gives it."""
+        spec = self.world.spec
+        is_plain = spec.meaning(spec.instructions[task]) == spec.instructions[task]
+        if getattr(self.allocator, "from_plain", False) and not is_plain:
+            return []
+        wordings = other_wordings(spec, task)
+        return [wordings[batch % len(wordings)]] if wordings else []
+
+    def _reached(self, rollouts: Rollouts, row: int, start: int) -> float:
+        """Return the fraction of its demonstration that an episode came near to."""
+        assert self.demonstrations is not None
+        path = self.demonstrations.vectors.get(start)
+        if path is None:
+            return 0.0
+        fields = [value[row, rollouts.alive[row], -1] for _, value in sorted(rollouts.observation.items())]
+        states = torch.cat([value.flatten(1).double() for value in fields if isinstance(value, Tensor)], -1)
+        return reached_share(np.asarray(states.cpu()), np.array(path))
 
     def _continued(
         self, allocator: ContinuesEpisodes, requests: Sequence[Request], batch: int, version: int
