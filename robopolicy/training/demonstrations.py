@@ -34,7 +34,7 @@ class Demonstrations:
         return (path[place], place / len(path)) if place > 0 else (None, 0.0)
 
     def vector(self, start: int, share: float, steps: int) -> Array | None:
-        """Return what is observed [D] `steps` control steps after the state at `share`, at most the last one; None
+        """Return the vector fields [D] `steps` control steps after the state at `share`, at most the last ones; None
         without a demonstration.
         """
         path = self.vectors.get(start, [])

@@ -316,15 +316,16 @@ def masked_preference(inputs: AuxiliaryInputs, *, weight: float = 0.2, beta: flo
 
     for chunks with a positive advantage, divided by the number of all. Masked: a random `share` of the patches is
     black. The reference sees the same picture as the policy. The paper's pairs are whole answers to one picture; a
-    robot has a picture for every chunk. Returns a scalar. Raises ConfigError without a base policy.
+    robot has a picture for every chunk. Advantages are [n, K]. Returns a scalar.
     """
     base, latents = require_input(inputs.base, "base"), latents_for_other_policy(inputs.latents)
     draws = inputs.context.generator
-    masked = {key: black_out(key, value, draws, share) for key, value in inputs.observation.items()}
+    masked_view = {key: black_out(key, value, draws, share) for key, value in inputs.observation.items()}
+    views = inputs.observation, masked_view
     with torch.no_grad():
-        reference, masked_reference = (scores_of(base, view, latents).logp for view in (inputs.observation, masked))
+        reference, masked_reference = (scores_of(base, view, latents).logp for view in views)
     ratio = inputs.scores.logp - reference
-    masked_ratio = scores_of(inputs.policy, masked, latents).logp - masked_reference
+    masked_ratio = scores_of(inputs.policy, masked_view, latents).logp - masked_reference
     margin = beta * torch.where(inputs.mask, ratio - masked_ratio, 0.0).sum(-1)
     is_chosen = inputs.extras["advantage"].sum(-1) > 0
     return weight * torch.where(is_chosen, torch.nn.functional.softplus(-margin), 0.0).mean()

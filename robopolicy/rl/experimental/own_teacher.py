@@ -99,11 +99,11 @@ def distill_own(
     with torch.no_grad():
         view = undisturbed_fields(inputs.observation)
         other = scores_of(teacher, view, latents_for_other_policy(inputs.latents)).extras
-    own = inputs.scores.extras
-    if "log_probabilities" in own:
+    extras = inputs.scores.extras
+    if "log_probabilities" in extras:
         name = "log_probabilities"
-        distance = distillation.divergence(own[name], other[name], divergence, top)
+        distance = distillation.divergence(extras[name], other[name], divergence, top)
     else:
-        distance = distillation.squared_distance(own["mean"], other["mean"], own["std"], divergence, top, None)
+        distance = distillation.squared_distance(extras["mean"], other["mean"], extras["std"], divergence, top, None)
     distance = distillation.capped_ratio(inputs, ratio_cap) * distance
     return weight * (inputs.step_weights * torch.where(inputs.mask, distance, 0.0)).sum()

@@ -265,6 +265,6 @@ def as_demonstrated(
         close = is_known & (difference.square().mean(-1).sqrt() <= within)
     per_chunk = torch.zeros(rollouts.shape, device=target.device)
     per_chunk[:, 0] = (close | (rollouts.success[:, 0] & rollouts.alive[:, 0])).float()
-    paid = at_last_step(rollouts, per_chunk)
+    reward = at_last_step(rollouts, per_chunk)
     other_rewards = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
-    return replace(rollouts, rewards={"as_demonstrated": paid, **other_rewards})
+    return replace(rollouts, rewards={"as_demonstrated": reward, **other_rewards})

@@ -356,8 +356,8 @@ class EpisodeCollector:
         path = self.demonstrations.vectors.get(start)
         if path is None:
             return 0.0
-        fields = [value[row, rollouts.alive[row], -1] for _, value in sorted(rollouts.observation.items())]
-        states = torch.cat([value.flatten(1).double() for value in fields if isinstance(value, Tensor)], -1)
+        fields = [value for _, value in sorted(rollouts.observation.items()) if isinstance(value, Tensor)]
+        states = torch.cat([value[row, rollouts.alive[row], -1].flatten(1).double() for value in fields], -1)
         return reached_share(np.asarray(states.cpu()), np.array(path))
 
     def _continued(
@@ -512,13 +512,12 @@ def _results(places: Tensor, rollouts: Rollouts, count: int) -> tuple[np.ndarray
 
 
 def demonstrated_next(rollouts: Rollouts, demonstrations: Demonstrations) -> Tensor:
-    """Return what the demonstrations observed after as many control steps as each row's first chunk, [B, T, D]; NaN
+    """Return the demonstrations' vector fields as many control steps later as each row's first chunk, [B, T, D]; NaN
     without a demonstration.
     """
     rows = (rollouts.extras["start"][:, 0], rollouts.extras["hint"][:, 0], rollouts.duration[:, 0])
     vectors = [demonstrations.vector(*each) for each in zip(*(row.tolist() for row in rows), strict=True)]
-    known = [vector for vector in vectors if vector is not None]
-    size = len(known[0]) if known else 1
+    size = next((len(vector) for vector in vectors if vector is not None), 1)
     table = np.array([np.full(size, np.nan) if vector is None else vector for vector in vectors])
     return torch.tensor(table, device=rollouts.group.device)[:, None].expand(-1, rollouts.shape[1], -1).contiguous()
 
