@@ -152,6 +152,15 @@ class ActionValues(Protocol):
         ...
 
 
+@runtime_checkable
+class ScoresChunks(Protocol):
+    """A side model that scores chunks, for allocators that continue episodes."""
+
+    def chunk_scores(self, rollouts: Rollouts) -> Tensor:
+        """Return the scores of chunks, [B, T] between -1 and 1; 0 on padding."""
+        ...
+
+
 @dataclass(frozen=True)
 class AuxiliaryInputs:
     """Inputs of an auxiliary loss for the minibatch's n chunks.

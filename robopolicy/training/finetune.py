@@ -40,7 +40,7 @@ from robopolicy.nn.optimisers import require_finite
 from robopolicy.nn.precision import tolerance_in, training_precision
 from robopolicy.nn.sharing import copy_trainable, load_trainable_state, trainable_state
 from robopolicy.rl.algorithm import build_algorithm
-from robopolicy.rl.context import ActionValues, Context, SideModel, Tools
+from robopolicy.rl.context import ActionValues, Context, ScoresChunks, SideModel, Tools
 from robopolicy.rl.critic import Critic, ReturnScale
 from robopolicy.rl.preferences import StoresPairs
 from robopolicy.rl.registry import Need
@@ -437,12 +437,13 @@ class _Finetuning:
 
     @torch.no_grad()
     def _values(self, rollouts: Rollouts) -> Tensor | None:
-        """Return V [B, T] of a side model of action values, 0 on padding; None before it has learned, or without
-        one.
+        """Return V [B, T] of a side model of action values, else scores of chunks, 0 on padding; None before the model
+        has learned, or without one.
         """
         model = next((each for each in self.models.values() if isinstance(each, ActionValues)), None)
-        if model is None or self.iteration == 0:
-            return None
+        scorer = next((each for each in self.models.values() if isinstance(each, ScoresChunks)), None)
+        if self.iteration == 0 or model is None:
+            return None if self.iteration == 0 or scorer is None else scorer.chunk_scores(rollouts)
         alive = rollouts.alive
         values = model.values(critic_observation(rollouts, alive))
         return torch.zeros(alive.shape, device=alive.device).index_put((alive,), values)

@@ -6,10 +6,11 @@ import torch
 from made_rollouts import make_rollouts
 from test_episode_player import StatePolicy
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import STATE
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import EpisodePlayer, groups_of
-from robopolicy.rl.experimental.continuations import Correct, Prefixes, TreeSearch, upper_bound
+from robopolicy.rl.experimental.continuations import Correct, Prefixes, TreeSearch, upper_bound, upper_confidence
 from sims.registry import make_world
 
 CONTEXT = Context(torch.Generator())
@@ -72,6 +73,28 @@ def test_a_round_adds_an_episode_where_the_bound_leads():
     # Q of row 0 alone 0: down to rows 2 and 3, which are both there before chunk 2: of equals the first
     assert search.continuations(tree([0.0, 0.0, 1.0, 1.0]), None, 0, CONTEXT) == [(2, 3)]
     assert search.continuations(tree([1.0, 1.0, 0.0, 0.0]), None, 1, CONTEXT) == [], "after the last round"
+
+
+@pytest.mark.checks("allocator/tree_search", "rStar-Math")
+def test_the_search_descends_by_upper_confidence_and_by_scores_of_chunks():
+    """Q .5, -1, 1 with 4, 1 and 3 visits of 8: the third. Then Q of rows 0, 2, 3 is -1/3 at the root, of row 1 1."""
+    bounds = [upper_confidence(value, visits, 8, 2.0) for value, visits in ((0.5, 4), (-1.0, 1), (1.0, 3))]
+    assert bounds == pytest.approx([1.942, 1.8841, 2.6651], abs=1e-4)
+    rollouts = tree([1.0, 1.0, 0.0, 0.0])
+    search = TreeSearch(bound="uct", exploration=0.5, guided=3.0)
+    later = Context(torch.Generator(), iteration=1, iterations=4)
+    assert TreeSearch(bound="uct", exploration=0.5).continuations(rollouts, None, 0, later) == [(1, 1)]
+    score = torch.zeros(4, 4)
+    score[1, 0] = -1.0  # (3 * -1 + 1) / 4 + .589 = .089 against (3 * 1 - 1) / 6 + .340 = .673
+    score[0, 0] = 1.0
+    # below, before chunk 1: row 0, whose success counts 1, (3 * -1 + 1) / 4, and rows 2 and 3, (3 * 1 - 2) / 5
+    score[0, 1], score[2, 1] = -1.0, 1.0
+    assert search.continuations(rollouts, score, 0, later) == [(2, 3)]
+    score[0, 1], score[2, 1] = 1.0, -1.0
+    assert search.continuations(rollouts, score, 0, later) == [(0, 2)]
+    assert search.continuations(rollouts, None, 0, CONTEXT) == [(1, 1)], "before the model has learned"
+    with pytest.raises(ConfigError, match=r"models=\[step_preference\]"):
+        search.continuations(rollouts, None, 0, later)
 
 
 @pytest.mark.checks("allocator/tree_search")

@@ -157,6 +157,14 @@ def test_it_learns_which_chunk_of_a_state_leads_further():
     preference = model.annotate(rollouts, context).extras["preference"][:, 0]
     assert context.figures["sibling_pairs"] == 20
     assert bool((preference[1::2] > preference[::2] + 0.5).all())
+    assert model.chunk_scores(rollouts)[:, 0].tolist() == pytest.approx(preference.tanh().tolist())
+    staged = judges.StepPreference(tools, rounds=2)  # type: ignore[arg-type]
+    changes = []
+    for iteration in range(6):
+        before = staged.chunk_scores(rollouts)
+        staged.annotate(rollouts, replace(context, iteration=iteration, iterations=6))
+        changes.append(not torch.equal(before, staged.chunk_scores(rollouts)))
+    assert changes == [True, False, False, True, False, False], "once in each half of the run"
 
 
 @pytest.mark.checks("models/teacher_chunks", "OmniOPD")

@@ -253,12 +253,13 @@ def test_the_verb_prints_papers_and_says_whose_a_mechanism_is(tmp_path: Path, ca
     assert "BAPO" in capsys.readouterr().err
 
 
-@pytest.mark.checks("Sparse-to-Dense", "VerIPO", "OPA-DPO")
+@pytest.mark.checks("Sparse-to-Dense", "VerIPO", "OPA-DPO", "iTool/iRFT")
 @pytest.mark.parametrize(
     ("recipe", "chain"),
     [
         ("sparse_to_dense", {"teacher": "large", "bridge": "small", "distilled": "bridge", "student": "distilled"}),
         ("opa_dpo", {"teacher": "taught", "imitated": "taught", "preferred": "imitated"}),
+        ("irft", {"teacher": "imitation", "warmed": "imitation", "searched": "warmed"}),
         ("veripo", {"explored": "imitation", "preferred": "explored", "refined": "preferred"}),
     ],
 )
@@ -270,5 +271,8 @@ def test_recipes_of_papers_go_on_from_the_stage_before(recipe: str, chain: dict[
         assert config.finetune.policy == run_path(config_before, verb_before) / "checkpoint"
         build_algorithm(config.finetune)
     taught = [name for name, (verb, config) in stages.items() if verb == "finetune" and config.finetune.teacher]
-    expected = {"sparse_to_dense": ["distilled"], "opa_dpo": ["imitated", "preferred"], "veripo": []}
+    expected = {"sparse_to_dense": ["distilled"], "opa_dpo": ["imitated", "preferred"]} | {
+        "irft": ["warmed"],
+        "veripo": [],
+    }
     assert taught == expected[recipe]

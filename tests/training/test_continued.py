@@ -34,6 +34,10 @@ SEARCHED = replace(
     CONFIG, allocator="tree_search", coefficient="siblings", weight="constant",
     options={"siblings": {"pairs": "values", "smooth": True}, "tree_search": {"rounds": 3}},
 )  # fmt: skip
+GUIDED = replace(
+    SEARCHED, models=("step_preference",), advantage="w_reinforce", coefficient=None,
+    options={"tree_search": {"bound": "uct", "guided": 1.0}, "step_preference": {"rounds": 4}},
+)  # fmt: skip
 DIVIDED = replace(CONFIG, allocator="prefixes", advantage="tree_po", models=("q_ensemble",))
 
 
@@ -52,7 +56,7 @@ def collected(make, config: FinetuneConfig, values=None, demonstrations=None):
     world = SavedWorld(8)
     policy, teacher = pair_of(make, world)
     draws = torch.Generator().manual_seed(0)
-    acting = None if config in (SEARCHED, DIVIDED) else lambda learner: TakesOver(learner, teacher)
+    acting = None if config in (SEARCHED, DIVIDED, GUIDED) else lambda learner: TakesOver(learner, teacher)
     collector = make_collector(
         world, policy, build_algorithm(config), config, 0, draws, demonstrations, acting, values=values
     )
@@ -126,16 +130,16 @@ def test_a_teacher_that_fails_is_guided_and_only_right_ones_stay(monkeypatch: py
 
 
 @pytest.mark.long
-@pytest.mark.checks("BRTS", "SCOPE-stepwise", "MCTS-DPO", "TRACE")
+@pytest.mark.checks("BRTS", "SCOPE-stepwise", "MCTS-DPO", "TRACE", "rStar-Math")
 @pytest.mark.parametrize(
-    "config", [CORRECTED, BEST, SEARCHED, DIVIDED], ids=["corrected", "best", "searched", "divided"]
+    "config", [CORRECTED, BEST, SEARCHED, DIVIDED, GUIDED], ids=["corrected", "best", "searched", "divided", "guided"]
 )
 @pytest.mark.parametrize("make", [denoising_policy, token_policy])
 def test_a_run_learns_from_grown_groups(make, config: FinetuneConfig):
     world = SavedWorld(8)
     policy, teacher = pair_of(make, world)
     before = [parameter.detach().clone() for parameter in policy.parameters()]
-    finetune(policy, None, world, config, guidance=Guidance(None if config in (SEARCHED, DIVIDED) else teacher))
+    finetune(policy, None, world, config, guidance=Guidance(None if config in (SEARCHED, DIVIDED, GUIDED) else teacher))
     assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 

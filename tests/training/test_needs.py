@@ -88,6 +88,8 @@ def alone(entry: Mechanism) -> FinetuneConfig:
     models = tuple(name for need in GIVERS if need in entry.needs for name in GIVERS[need])
     if Need.BUDGETS in entry.needs:
         names["allocator"] = "budgets"
+    if Need.DEMONSTRATED in entry.needs:
+        names["allocator"] = "one_chunk"
     if models:
         names["models"] = models
     needs_groups = bool(entry.needs & {Need.GROUPS, Need.WHOLE_GROUPS} or models == ("prime",))
@@ -101,7 +103,7 @@ def alone(entry: Mechanism) -> FinetuneConfig:
 @pytest.mark.parametrize("kind", ["denoising", "tokens"])
 @pytest.mark.parametrize("entry", mechanisms(), ids=lambda entry: f"{entry.slot.value}-{entry.name}")
 def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: str):
-    reads_images = Need.BLACKOUT_SCORES in entry.needs
+    reads_images = bool(entry.needs & {Need.BLACKOUT_SCORES, Need.IMAGES})
     world = SeeingWorld(4)
     config = alone(entry)
     if config.allocator == "budgets":  # which a policy hears in as many wordings of a goal

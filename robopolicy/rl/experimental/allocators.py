@@ -50,6 +50,7 @@ class Mixed(Uniform):
     "one_chunk",
     source="PivotRL, arXiv:2603.21383",
     needs=(Need.GROUPS, Need.STARTS, Need.DEMONSTRATIONS),
+    gives=(Need.DEMONSTRATED,),
 )
 class OneChunk(Uniform):
     """Truncate every episode after its first chunk, to be paid at once: hint=pivot, rewards=[as_demonstrated].

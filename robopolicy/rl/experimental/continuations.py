@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.arrays import Array, integers
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.rl.advantages.tree import owners
@@ -21,7 +22,7 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.experimental.allocators import Mixed, chance_of_other
 from robopolicy.rl.experimental.side_models import first_falls
 from robopolicy.rl.initial_states import Uniform
-from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
 @mechanism(
@@ -68,6 +69,11 @@ def upper_bound(value: float, visits: int, prior: float, total: int, exploration
     return value + exploration * prior * math.sqrt(total) / (1 + visits)
 
 
+def upper_confidence(value: float, visits: int, total: int, exploration: float) -> float:
+    """Return Q + w sqrt(ln N / n), the bound of a search by upper confidence (UCT); arguments as in `upper_bound`."""
+    return value + exploration * math.sqrt(math.log(total) / visits)
+
+
 @mechanism(
     Slot.ALLOCATOR,
     "tree_search",
@@ -82,25 +88,46 @@ class TreeSearch(Uniform):
     Q + exploration p sqrt(N) / (1 + n) and continues another episode from the first state with fewer than `width`
     children, at most `depth` decisions deep. Q: share of successes among the n episodes through a child; N: number of
     those through its parent; p: softmax over the children of the mean log-probability of their chunk. rate: only groups
-    with at most this success rate are searched (iTool: below 1). Deviations: an episode is played to its end, whose
-    outcome takes the place of the language model's own evaluation of a leaf, and all its decisions join the tree; the
-    paper expands up to 64 leaves of an answer. Pairs of siblings: coefficient=siblings.
+    with at most this success rate are searched (iTool: below 1). bound=uct: rStar-Math's Q + exploration sqrt(ln N /
+    n), with outcomes of -1 and 1 (there exploration is 2). guided: number of episodes that the score of
+    models=[step_preference], between -1 and 1, counts for in Q, as a child's first ones; from the second iteration on.
+    Deviations: an episode is played to its end, whose outcome takes the place of the language model's own evaluation of
+    a leaf, and all its decisions join the tree; the paper expands up to 64 leaves of an answer. Pairs of siblings:
+    coefficient=siblings.
     """
 
     by_teacher = False
 
-    def __init__(self, *, rounds: int = 4, width: int = 2, depth: int = 4, exploration: float = 1.5, rate: float = 1.0):
+    def __init__(
+        self,
+        *,
+        rounds: int = 4,
+        width: int = 2,
+        depth: int = 4,
+        exploration: float = 1.5,
+        rate: float = 1.0,
+        bound: str = "puct",
+        guided: float = 0.0,
+    ):
+        if bound not in ("puct", "uct"):
+            raise unknown_option("tree_search.bound", bound, ("puct", "uct"))
         self.expansions = rounds
         self.width, self.depth = width, depth
         self.exploration, self.rate = exploration, rate
+        self.bound, self.guided = bound, guided
 
     def continuations(
         self, rollouts: Rollouts, values: Tensor | None, turn: int, context: Context
     ) -> list[tuple[int, int]]:
-        """Return one leaf of every searched group; values [B, T] are not read; see `ContinuesEpisodes`."""
+        """Return one leaf of every searched group; see `ContinuesEpisodes`.
+
+        values: scores of chunks [B, T], which only a guided search reads. Raises ConfigError if they are missing.
+        """
         if turn == self.expansions:
             return []
-        tree = _Tree(rollouts)
+        if self.guided and values is None and context.iteration:
+            raise ConfigError("options.tree_search.guided needs models=[step_preference], which scores chunks.")
+        tree = _Tree(rollouts, values if self.guided else None)
         places: list[tuple[int, int]] = []
         members: dict[int, list[int]] = {}
         for row, group in enumerate(integers(rollouts.group)):
@@ -128,18 +155,32 @@ class TreeSearch(Uniform):
         prior = tree.prior(children, chunk)
 
         def bound(child: int) -> float:
-            episodes = children[child]
-            return upper_bound(tree.value(episodes), len(episodes), prior[child], total, self.exploration)
+            value, visits = self.child_value(tree, child, chunk, children[child]), len(children[child])
+            if self.bound == "uct":
+                return upper_confidence(value, visits, total, self.exploration)
+            return upper_bound(value, visits, prior[child], total, self.exploration)
 
         order = sorted(children, key=bound, reverse=True)
         leaves = (self.leaf(tree, children[child], chunk + 1) for child in order)
         return next((leaf for leaf in leaves if leaf is not None), None)
 
+    def child_value(self, tree: "_Tree", child: int, chunk: int, episodes: list[int]) -> float:
+        """Return Q of the chunk that row `child` owns, by the outcomes of the episodes through it and its score."""
+        low = -1.0 if self.bound == "uct" else 0.0
+        value, count = low + (1 - low) * tree.value(episodes), len(episodes)
+        if tree.score is None:
+            return value
+        score = low + (1 - low) * (1 + tree.score[child][chunk]) / 2
+        return (self.guided * score + count * value) / (self.guided + count)
+
 
 class _Tree:
-    """Episodes [B, T] as lists: who owns a chunk, its mean log-probability, numbers of chunks and outcomes [B]."""
+    """Episodes [B, T] as lists: who owns a chunk, its mean log-probability and score [B, T] or None, numbers of chunks
+    and outcomes [B].
+    """
 
-    def __init__(self, rollouts: Rollouts):
+    def __init__(self, rollouts: Rollouts, score: Tensor | None = None):
+        self.score = None if score is None else [[float(value) for value in row] for row in score.cpu()]
         logp = torch.where(rollouts.mask, rollouts.logp_behaviour, 0.0).sum(-1)
         logp = logp / rollouts.mask.sum(-1).clamp(min=1)
         self.owner = [integers(row) for row in owners(rollouts)]

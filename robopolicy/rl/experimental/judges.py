@@ -194,9 +194,9 @@ class StepPreference(SidePerceptron):
     """Prefer chunks that lead to higher returns than their siblings: -log sigmoid(m(s, good) - m(s, bad)) over pairs.
 
     Pairs are those of `sibling_pairs`, at the forks of branching episodes (finetune.branch_at; first chunks of a group
-    too). Adds extras["preference"] [B, T] = m(s, a), for advantage=discriminator. Deviations: the paper finds siblings
-    by a tree search that descends by upper confidence bounds, and chooses by the model in the search; it fits the model
-    in four rounds, here in every iteration. Reads the state vectors.
+    too). Adds extras["preference"] [B, T] = m(s, a), for advantage=discriminator. rounds: the model is fitted in the
+    first iteration of each of this many parts of the run (the paper: 4), 0 for every iteration; it guides the search
+    for siblings (allocator=tree_search, options.tree_search.guided) by tanh m. Reads the state vectors.
     """
 
     def __init__(
@@ -208,10 +208,12 @@ class StepPreference(SidePerceptron):
         epochs: int = 4,
         minibatch: int = 1024,
         width: int = 256,
+        rounds: int = 0,
     ):
         spec = tools.policy.spec
         super().__init__(StatePerceptron(tools, spec.chunk * spec.action.size, 1, width).to(device_of(tools)), rate)
         self.best, self.epochs = best, epochs
+        self.rounds = rounds
         self.minibatch = minibatch
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
@@ -222,7 +224,8 @@ class StepPreference(SidePerceptron):
         number = torch.zeros(alive.shape, dtype=torch.int64, device=alive.device)
         number[alive] = torch.arange(len(actions), device=alive.device)
         good, bad = (number[places.unbind(1)] for places in sibling_pairs(rollouts, self.best))
-        for index in minibatches(len(good), self.minibatch, self.epochs, context):
+        is_due = not self.rounds or context.iteration % max(1, -(-context.iterations // self.rounds)) == 0
+        for index in minibatches(len(good), self.minibatch, self.epochs if is_due else 0, context):
             high, low = (self.network(rows_of(features, rows[index]), actions[rows[index]]) for rows in (good, bad))
             self.step(functional.softplus(low - high).mean())
         with torch.no_grad():
@@ -231,6 +234,13 @@ class StepPreference(SidePerceptron):
         return rollouts.with_extras(
             preference=torch.zeros(alive.shape, device=alive.device).index_put((alive,), preferences)
         )
+
+    @torch.no_grad()
+    def chunk_scores(self, rollouts: Rollouts) -> Tensor:
+        """Return tanh m(s, a) [B, T], 0 on padding."""
+        alive = rollouts.alive
+        scores = self.network(critic_observation(rollouts, alive), rollouts.actions[alive].flatten(1)).squeeze(-1)
+        return torch.zeros(alive.shape, device=alive.device).index_put((alive,), scores.tanh())
 
 
 def middle_of(reward: Tensor, success: Tensor) -> Tensor:

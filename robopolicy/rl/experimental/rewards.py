@@ -241,7 +241,7 @@ def weigh_decisions(mask: Tensor, rollouts: Rollouts) -> Tensor:
     Slot.REWARD,
     "as_demonstrated",
     source="PivotRL, arXiv:2603.21383",
-    needs=(Need.GROUPS, Need.STARTS, Need.DEMONSTRATIONS),
+    needs=(Need.GROUPS, Need.STARTS, Need.DEMONSTRATIONS, Need.DEMONSTRATED),
 )
 def as_demonstrated(
     rollouts: Rollouts, context: Context, *, within: float = 0.5, keep: tuple[str, ...] = ("uncertainty",)
