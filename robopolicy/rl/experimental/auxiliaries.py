@@ -231,7 +231,7 @@ def stay_near_where_easy(
 ) -> Tensor:
     """KL to the base policy as in kl_base, times `factor` in groups whose success rate is at most `hard`.
 
-    Where the policy fails it may go further. Returns a scalar. Raises ConfigError as kl_base does.
+    Where the policy fails it may go further. Chunks are [n, ...]. Returns a scalar. Raises ConfigError as kl_base does.
     """
     scale = torch.where(inputs.extras["group_rate"] <= hard, factor, 1.0)[:, None]
     return weight * (inputs.step_weights * scale * _kl_to_base(inputs, estimator)).sum()
