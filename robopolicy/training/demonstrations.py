@@ -42,6 +42,18 @@ class Demonstrations:
         return path[min(place, len(path) - 1)] if path else None
 
 
+def reached_share(path: Array, demonstration: Array, within: float = 0.5) -> float:
+    """Return the fraction of a demonstration's states [N, D] up to the last one that a path [T, D] came near to.
+
+    Near: the root mean square of the differences, in standard deviations over the demonstration, is at most `within`.
+    """
+    spread = demonstration.std(0)
+    counts = spread > 1e-6
+    difference = (path[:, None] - demonstration[None])[..., counts] / spread[counts]
+    near = (np.sqrt((difference**2).mean(-1)) <= within).any(0)
+    return float(np.flatnonzero(near)[-1]) / len(near) if near.any() else 0.0
+
+
 def newest_vectors(observation: Observation) -> Array:
     """Return the newest frames of the vector fields of an observation [B, H, ...], ordered by key, [B, D]."""
     fields = [

@@ -15,8 +15,8 @@ from robopolicy.rl.experimental.retry import (
     helped_bonus,
     icpo,
     plain_rows,
-    reached_share,
 )
+from robopolicy.training.demonstrations import reached_share
 
 EARLY, LATE = (Context(torch.Generator(), iteration=iteration, iterations=10) for iteration in (2, 8))
 RATE, SIZES = np.array([0.0, 0.25, 1.0]), np.array([8, 8, 8])

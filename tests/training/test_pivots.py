@@ -8,10 +8,9 @@ import torch
 from seeing_toys import denoising_policy
 
 from robopolicy.rl.algorithm import build_algorithm
-from robopolicy.rl.experimental.retry import reached_share
 from robopolicy.training.collection import make_collector, start_pool
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.demonstrations import demonstrate, newest_vectors
+from robopolicy.training.demonstrations import demonstrate, newest_vectors, reached_share
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from sims.registry import make_expert, make_world

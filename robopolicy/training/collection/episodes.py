@@ -29,7 +29,6 @@ from robopolicy.rl.branch_rules import RULES
 from robopolicy.rl.collect import Streams, play, start_streams
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
-from robopolicy.rl.experimental.retry import reached_share
 from robopolicy.rl.initial_states import (
     AsksTeacher,
     Beliefs,
@@ -47,7 +46,7 @@ from robopolicy.rl.registry import Need, Slot
 from robopolicy.training.acting import TakesOver
 from robopolicy.training.collection.protocol import while_collecting
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.demonstrations import Demonstrations, newest_vectors
+from robopolicy.training.demonstrations import Demonstrations, newest_vectors, reached_share
 from robopolicy.training.experience import conditions_of, with_executed
 
 
