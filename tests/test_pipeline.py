@@ -321,6 +321,47 @@ def test_from_images_to_one_step_behind_one_encoder(tmp_path: Path):
     assert all(torch.equal(own[name], later[name]) for name in own)
 
 
+@pytest.mark.parametrize("task", ["push_cube", "push_t", "pick_place", "reach_planar"])
+def test_imagine_pixels_composes_and_learns_without_a_step_in_the_world(task: str, tmp_path: Path):
+    stages = stages_of(compose(["recipe=imagine_pixels", f"pipeline.recipe={task}", "run.seed=3"]), tmp_path)
+    assert [verb for verb, _ in stages.values()] == ["collect", "worldmodel", "train", "imagine", "gate"]
+    model = tmp_path / "worldmodel/model/3/checkpoint"
+    imagined, gate = stages["imagined"][1], stages["gate"][1].gate
+    assert stages["imitation"][1].train.encoder == imagined.imagine.model == model
+    assert imagined.finetune.policy == gate.incumbent == tmp_path / "train/imitation/3/checkpoint"
+    assert gate.candidate == tmp_path / "imagine/imagined/3/checkpoint" and gate.evaluators == ("world",)
+    assert imagined.imagine.refresh_every == 0
+    assert {(each.world.name, each.world.cameras) for _, each in stages.values()} == {(task, ("top",))}
+
+
+def test_from_pictures_a_policy_improves_in_imagination_is_refreshed_and_tried(tmp_path: Path):
+    """Every verb of imagine_pixels takes what the one before it left; a refresh records through the camera."""
+    asked = ["pipeline", "recipe=imagine_pixels", f"run.root={tmp_path}", "run.threads=1"]
+    small = [each for each in SEEING if not each.startswith(("policy.image", "offline"))]
+    asked.append(f"pipeline.overrides=[{','.join(repr(each) for each in (*small, 'collect.episodes=12'))}]")
+    sized = [*(f"worldmodel.config.{each}" for each in TINY), "worldmodel.fit.steps=20", "worldmodel.transitions=900"]
+    asked.append(f"pipeline.changes.model=[{','.join(repr(each) for each in sized)}]")
+    asked.append("pipeline.changes.imitation=['train.fit.steps=10']")
+    learning = ["finetune.iterations=2", "finetune.checkpoint_every=1", "imagine.refresh_every=1"]
+    learning += ["imagine.refresh_episodes=8", "imagine.refresh_steps=4", "imagine.real_eval_episodes=8"]
+    asked.append(f"pipeline.changes.imagined=[{','.join(repr(each) for each in learning)}]")
+    asked.append("pipeline.changes.gate=['gate.num_states=8']")
+    assert main(asked) == 0
+    folder = tmp_path / "pipeline/push_cube/0"
+    result = json.loads((folder / "imagine/imagined/0/result.json").read_text())
+    assert result["env_steps"] > 0 < result["imagined_steps"] and set(result["imagined"]) >= {"base, imagined"}
+    assert json.loads((folder / "imagine/imagined/0/refreshes.json").read_text())["iterations"] == [1]
+    policies = [
+        load_whole(folder / each / "0/checkpoint") for each in ("train/imitation", "imagine/imagined", "gate/gate")
+    ]
+    weights = []
+    for policy in policies:
+        assert isinstance(policy, EncodedPolicy)
+        assert set(policy.spec.observation) == {"observation.state", "observation.images.top"}
+        weights.append(encoder_weights(policy.model))
+    assert all(torch.equal(weights[0][name], each[name]) for each in weights for name in each)
+
+
 def told(rate: float, **more) -> dict:
     """A stage's summary, with a verdict of 200 episodes."""
     figures = {"success_rate": rate, "low": rate - 0.05, "high": rate + 0.05, "episodes": 200}

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -156,14 +156,19 @@ def load_acting(
 
 def with_model_encoder(model: WorldModel, policy: Policy) -> Policy:
     """Return the form of `policy` that reads real observations: with the encoder of `model` in front if the policy
-    reads its latent.
+    reads its latent, whether or not states are read off that latent as well.
     """
-    needs_encoder = (
-        isinstance(model, DecoderFree)
-        and not isinstance(model, ReadableModel)
-        and not isinstance(policy, EncodesForPolicy)
+    inner = inner_model(model)
+    if isinstance(inner, DecoderFree) and reads_latent(policy, inner):
+        return EncodedPolicy(policy, inner)
+    return policy
+
+
+def reads_latent(policy: Policy, model: DecoderFree) -> bool:
+    """Return whether `policy` reads the latent of `model` itself, without an encoder of its own in front."""
+    return not isinstance(policy, EncodesForPolicy) and not model.spec.observation.keys().isdisjoint(
+        policy.spec.observation
     )
-    return EncodedPolicy(policy, cast(DecoderFree, model)) if needs_encoder else policy
 
 
 def adapt_policy_to_world(world: World, policy: Policy) -> Policy:

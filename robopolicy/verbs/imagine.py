@@ -23,7 +23,13 @@ import torch
 from robopolicy.building.guidance import load_guidance
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.planning import planned_acting
-from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy, with_model_encoder
+from robopolicy.building.policies import (
+    adapt_policy_to_world,
+    choose_device,
+    load_policy,
+    reads_latent,
+    with_model_encoder,
+)
 from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import ImaginationSection
@@ -50,7 +56,7 @@ from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import save_encoder
 from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import DecoderFree, LearnedModel
-from worldmodels.readout import ReadableModel, inner_model
+from worldmodels.readout import inner_model
 
 DIWA_WEIGHT = 0.05
 """Weight of the BC loss toward the base policy, in DiWA."""
@@ -135,8 +141,9 @@ def run(config: Config) -> int:
     clock = folder.clock()
     finetuning = learn(config, policy, worlds, model, folder, refresh)
     seconds = clock.seconds
-    if isinstance(worlds.imagined.model, DecoderFree) and not isinstance(worlds.imagined.model, ReadableModel):
-        save_encoder(worlds.imagined.model, folder.checkpoint)
+    encoder = inner_model(worlds.imagined.model)
+    if isinstance(encoder, DecoderFree) and reads_latent(policy, encoder):
+        save_encoder(encoder, folder.checkpoint)
     real_policies = {"base": worlds.in_reality(base), "tuned": worlds.in_reality(policy)}
     episodes = section.evaluate_episodes
     saved = Saved({"base": path, "tuned": folder.checkpoint}, like=path)
