@@ -1,26 +1,24 @@
 """World model of image features: a single-frame encoder, and ensemble dynamics on its features.
 
-The encoder locates objects (convolutions, a spatial softmax, a layer). It is trained by reconstructing each frame from
-its features alone (a deep spatial autoencoder, Finn et al. 2016, arXiv:1509.06113), so no labels are needed;
-reconstruction is used for training only. The latent consists of the features and the world's vectors, except
-simulator-only state (`observation.environment_state`). `EnsembleModel` learns its dynamics, rewards and success as for
-any state: an imagined step costs the same as there, and no image is decoded. Policies read the latent and act in the
-real world through the encoder (`DecoderFree`). Deviation from models whose latent is trained with the dynamics: the
+The encoder (`worldmodels.frame_encoder`) needs no labels: it is trained by reconstructing each frame from its features
+alone, or by predicting its features of later frames. The latent consists of the features and the world's vectors,
+except simulator-only state (`observation.environment_state`). `EnsembleModel` learns its dynamics, rewards and success
+as for any state: an imagined step costs the same as there, and no image is decoded. Policies read the latent and act in
+the real world through the encoder (`DecoderFree`). Deviation from models whose latent is trained with the dynamics: the
 encoder is trained first and stays fixed when training continues, because policies depend on it.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 import torch
-from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import success_bonus
@@ -28,10 +26,9 @@ from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, Field, WorldSpec
 from robopolicy.core.structured import to_plain
 from robopolicy.core.vectors import StateVector
-from robopolicy.nn.configuration import ImageEncoderConfig
-from robopolicy.nn.encoders import ImageEncoder, module_name
+from robopolicy.nn.vision import is_vision_folder
 from worldmodels.checkpoint import load_world_model
-from worldmodels.configuration import DECODER_CHANNELS, LatentEnsembleConfig
+from worldmodels.configuration import LatentEnsembleConfig
 from worldmodels.data import (
     StateStructure,
     find_structure,
@@ -42,9 +39,11 @@ from worldmodels.data import (
 )
 from worldmodels.encoding import encode_episodes, with_fields
 from worldmodels.ensemble import EnsembleModel
+from worldmodels.frame_encoder import FrameAutoencoder, Vision
+from worldmodels.frame_encoder import downsample_by_two as downsample_by_two
 from worldmodels.images.drawing import FrameDrawing
 from worldmodels.images.model import DividedStage, PartStage
-from worldmodels.images.networks import ImageDecoder
+from worldmodels.predictive import PredictiveEncoding, feature_rank
 from worldmodels.protocol import LATENT, Context, Imagined, Latent
 from worldmodels.readout import BEFORE, FIXED, StateReadout
 from worldmodels.registry import saved_configuration
@@ -59,59 +58,8 @@ DRAWN_STEPS = 20
 PART = 512
 """Number of frames encoded at a time."""
 
-SAMPLED = 1000
-"""Number of frames sampled to measure the variance of the pixels."""
-
-
-class FrameAutoencoder(nn.Module):
-    """Encodes single frames, camera by camera, and reconstructs them at half their size.
-
-    images: the cameras' fields by key; size: features F of a frame, all cameras together. Raises ConfigError unless
-    images are square and their side a power of two from 16 up.
-    """
-
-    def __init__(self, images: Mapping[str, Field], config: LatentEnsembleConfig):
-        super().__init__()
-        self.images, self.size = tuple(images), config.features * len(images)
-        encoder_config = ImageEncoderConfig(features=config.features, channels=config.channels)
-        encoders, decoders = nn.ModuleDict(), nn.ModuleDict()
-        for key, field in images.items():
-            height, width, depth = field.shape
-            encoders[module_name(key)] = ImageEncoder(encoder_config)
-            decoders[module_name(key)] = ImageDecoder(
-                (height // 2, width // 2, depth), DECODER_CHANNELS, config.features
-            )
-        self.encoders, self.decoders = encoders, decoders
-
-    def forward(self, frames: Mapping[str, Tensor]) -> Tensor:
-        """Return features [N, F] of images, key -> uint8 [N, height, width, 3]."""
-        return torch.cat([self.encoders[module_name(key)](frames[key]) for key in self.images], -1)
-
-    def drawn(self, key: str, features: Tensor) -> Tensor:
-        """Reconstruct a camera's images uint8 [N, height, width, 3] from its features [N, F]."""
-        small = (255 * self.decoders[module_name(key)](features)).round().to(torch.uint8)
-        return small.repeat_interleave(2, 1).repeat_interleave(2, 2)
-
-    def losses(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"drawn": [N]}: the squared reconstruction error as a fraction of the pixels' variance in the data.
-
-        batch: frames, key -> uint8 [N, height, width, 3]; variance: key -> [], of pixels in 0 to 1.
-        """
-        errors: list[Tensor] = []
-        for key in self.images:
-            name, frames = module_name(key), batch["frames"][key]
-            reconstruction = self.decoders[name](self.encoders[name](frames))
-            # Divided by the variance over time: 1 is the error of always drawing the mean frame, however little moves.
-            errors.append(
-                (reconstruction - downsample_by_two(frames)).square().flatten(1).mean(-1) / batch["variance"][key]
-            )
-        return {"drawn": torch.stack(errors).mean(0)}
-
-
-def downsample_by_two(frames: Tensor) -> Tensor:
-    """Downsample images to half size: uint8 [N, height, width, 3] -> [N, height / 2, width / 2, 3] in 0 to 1."""
-    small = functional.avg_pool2d(rearrange(frames, "n h w c -> n c h w").float() / 255, 2)
-    return rearrange(small, "n c h w -> n h w c")
+COLLAPSED = 2
+"""Rank of the features of an encoder that predicts, on held-out data, below which a warning says that it collapsed."""
 
 
 class LatentEnsembleModel(nn.Module):
@@ -132,6 +80,7 @@ class LatentEnsembleModel(nn.Module):
         success_bonus: float,
         seed: int = 0,
         readout: StateReadout | None = None,
+        vision: Vision | None = None,
     ):
         super().__init__()
         self.config = config
@@ -141,22 +90,24 @@ class LatentEnsembleModel(nn.Module):
         images = {key: field for key, field in self.reads.items() if key.startswith(IMAGE_PREFIX)}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.autoencoder = FrameAutoencoder(images, config)
+            self.autoencoder = FrameAutoencoder(images, config, vision)
         latent = Field((self.vector.size + self.autoencoder.size,))
         latent_spec = replace(spec, observation={LATENT: latent}, history=1)
         self.ensemble = EnsembleModel(config.ensemble, latent_spec, structure, success_bonus, seed)
         self.readout = readout
         size = latent.size
         self.drawing = FrameDrawing(images, size, seed) if config.drawing_step_ratio else None
+        self._seed = seed
         self._learns_encoder = False
         self._encoded: tuple[Episodes, Mapping[str, Tensor], Episodes] | None = None
 
     @classmethod
     def build(cls, config: LatentEnsembleConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Build an untrained model of the world of `spec`; if `config` names another model, its encoder is used.
+        """Build an untrained model of the world of `spec`; if `config` names another model, its encoder is used, and if
+        it names a vision model, its features.
 
-        Raises ConfigError when there is no image or the other model reads other fields, DataError when the data's
-        fields differ from the world's.
+        Raises ConfigError when there is no image, the other model reads other fields, or there is no vision model in
+        the folder; DataError when the data's fields differ from the world's.
         """
         reads = encoder_fields(spec)
         require_fields(spec, reads, episodes)
@@ -173,27 +124,31 @@ class LatentEnsembleModel(nn.Module):
         readout = None
         if config.readout_step_ratio:
             readout = StateReadout.of(vector, spec, episodes, vector.size + features, seed)
-        model = cls(config, spec, reads, structure, success_bonus(episodes), seed, readout)
+        vision, other = None, None
+        if config.encoder is not None and is_vision_folder(config.encoder):
+            vision = Vision.load(config.encoder)
+        elif config.encoder is not None:
+            other = load_world_model(config.encoder)
+            if not isinstance(other, LatentEnsembleModel):
+                raise ConfigError(f"{config.encoder} contains a {type(other).__name__}, which has no image encoder.")
+            vision = other.autoencoder.vision_model
+        model = cls(config, spec, reads, structure, success_bonus(episodes), seed, readout, vision)
         # Set here and not in the constructor: `restore` must not train the encoder of a finished model again.
-        if config.encoder is None:
+        if other is None:
             model._learns_encoder = True
         else:
-            model.keep_encoder_of(config)
+            model.keep_encoder_of(other)
         return model
 
-    def keep_encoder_of(self, config: LatentEnsembleConfig) -> None:
-        """Copy the encoder of the model at config.encoder; raises ConfigError when it reads other fields."""
-        assert config.encoder is not None
-        other = load_world_model(config.encoder)
-        if not isinstance(other, LatentEnsembleModel):
-            raise ConfigError(f"{config.encoder} contains a {type(other).__name__}, which has no image encoder.")
+    def keep_encoder_of(self, other: "LatentEnsembleModel") -> None:
+        """Copy the encoder of another model; raises ConfigError when it reads other fields."""
         weights, other_weights = self.autoencoder.state_dict(), other.autoencoder.state_dict()
         same = weights.keys() == other_weights.keys() and all(
             weights[name].shape == other_weights[name].shape for name in weights
         )
         if other.reads != self.reads or not same:
             raise ConfigError(
-                f"The encoder of {config.encoder} reads {', '.join(other.reads)} and outputs "
+                f"The encoder of {self.config.encoder} reads {', '.join(other.reads)} and outputs "
                 f"{other.autoencoder.size} features, but this model's encoder reads {', '.join(self.reads)} and "
                 f"outputs {self.autoencoder.size}: give both the same cameras, image size and encoder settings."
             )
@@ -205,8 +160,7 @@ class LatentEnsembleModel(nn.Module):
         """
         stages: dict[str, tuple[Regression, float]] = {}
         if self._learns_encoder:
-            encoder = PartStage(self.autoencoder, self.frame_batches, self.autoencoder.losses)
-            stages["encoder"] = encoder, self.config.encoder_step_ratio
+            stages["encoder"] = self.encoder_stage(), self.config.encoder_step_ratio
         if self.readout is not None:
             readout = PartStage(self.readout, self.readout_batches, self.readout.loss)
             stages["readout"] = readout, self.config.readout_step_ratio
@@ -218,15 +172,18 @@ class LatentEnsembleModel(nn.Module):
             stages["drawing"] = drawing, self.config.drawing_step_ratio
         return stages
 
+    def encoder_stage(self) -> Regression:
+        """Return the stage that trains the encoder, as config.encoder_loss says."""
+        config, actions = self.config, self.spec.action.size
+        if config.encoder_loss == "predict":
+            return PredictiveEncoding(self.autoencoder, self.vector, actions, config.batch_size, self._seed)
+        return PartStage(self.autoencoder, self.frame_batches, self.autoencoder.losses)
+
     def frame_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield batches for `FrameAutoencoder.losses` indefinitely; the only state is `generator`."""
         images = {key: episodes.observation[key] for key in self.autoencoder.images}
         count, device = len(next(iter(images.values()))), self.ensemble.state_mean.device
-        indices = torch.linspace(0, count - 1, min(count, SAMPLED)).long()
-        variance = {
-            key: downsample_by_two(value[indices]).var(0, correction=0).mean().clamp_min(1e-6).to(device)
-            for key, value in images.items()
-        }
+        variance = {key: value.to(device) for key, value in self.autoencoder.pixel_variance(episodes).items()}
         while True:
             rows = torch.randint(count, (self.config.batch_size,), generator=generator, device=generator.device).cpu()
             yield {"frames": {key: value[rows].to(device) for key, value in images.items()}, "variance": variance}
@@ -273,7 +230,7 @@ class LatentEnsembleModel(nn.Module):
 
     def latents(self, episodes: Episodes) -> Episodes:
         """Return `episodes` with latents as observations; those of the last episodes are kept for the next stage."""
-        weights = {name: value.clone() for name, value in self.encoder_weights().items()}
+        weights = {name: value.clone() for name, value in self.autoencoder.encoders.state_dict().items()}
         if self._encoded is not None:
             source, encoder, result = self._encoded
             if source is episodes and all(torch.equal(value, encoder[name]) for name, value in weights.items()):
@@ -287,7 +244,17 @@ class LatentEnsembleModel(nn.Module):
         episodes.
         """
         self._encoded = None  # training is over
-        self.ensemble.calibrate(encode_episodes(self, episodes))
+        latents = encode_episodes(self, episodes)
+        if self.config.encoder_loss == "predict":
+            rank = feature_rank(latents.observation[LATENT][:, self.vector.size :])
+            if rank < COLLAPSED:
+                warnings.warn(
+                    f"The encoder has collapsed: its {self.autoencoder.size} features vary in {rank} directions. Train "
+                    "it longer (worldmodel.config.encoder_step_ratio), or set worldmodel.config.encoder_loss=draw.",
+                    RobopolicyWarning,
+                    stacklevel=2,
+                )
+        self.ensemble.calibrate(latents)
 
     @property
     def spec(self) -> WorldSpec:
@@ -301,7 +268,8 @@ class LatentEnsembleModel(nn.Module):
 
     def encoder_weights(self) -> Mapping[str, Tensor]:
         """Return the weights that determine the latents of recorded frames, name -> [...]; see `HasEncoder`."""
-        return dict(self.autoencoder.encoders.state_dict())
+        parts = self.autoencoder.state_dict()
+        return {name: value for name, value in parts.items() if not name.startswith("decoders.")}
 
     def description(self) -> dict[str, Any]:
         """Return the inputs that `restore` needs in addition to spec and weights."""
@@ -313,6 +281,7 @@ class LatentEnsembleModel(nn.Module):
             "readable": {}
             if self.readout is None
             else {key: field.to_json() for key, field in self.readout.fields.items()},
+            "vision": self.autoencoder.description(),
         }
 
     @classmethod
@@ -330,7 +299,8 @@ class LatentEnsembleModel(nn.Module):
         if fields:
             size = spec.observation[LATENT].size
             readout = StateReadout(StateVector.of(reads), fields, parts["readout"], size)
-        return cls(config, spec, reads, parts["ensemble"], description["success_bonus"], readout=readout)
+        vision = Vision.described(description["vision"]) if description.get("vision") else None
+        return cls(config, spec, reads, parts["ensemble"], description["success_bonus"], readout=readout, vision=vision)
 
     @torch.no_grad()
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:

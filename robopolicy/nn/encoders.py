@@ -41,14 +41,34 @@ class ImageEncoder(nn.Module):
         """Encode uint8 images [N, height, width, 3] as [N, features]."""
         # Channel by channel in memory: group norm takes up to nine times as long where channels lie innermost.
         pixels = rearrange(images, "n h w c -> n c h w").float().contiguous() / 127.5 - 1
-        maps = self.layers(pixels)
-        height, width = maps.shape[-2:]
-        # Each channel is a distribution over the pixels; its mean, in [-1, 1] x [-1, 1], says where the feature is.
-        weights = maps.flatten(2).softmax(-1)
-        row = torch.linspace(-1, 1, height, device=maps.device)
-        column = torch.linspace(-1, 1, width, device=maps.device)
-        grid = torch.stack(torch.meshgrid(row, column, indexing="ij"), -1).reshape(-1, 2)
-        return self.norm(self.head((weights @ grid).flatten(1)))
+        return self.norm(self.head(spatial_softmax(self.layers(pixels))))
+
+
+class PatchEncoder(nn.Module):
+    """Condenses the feature maps of a frozen vision model: a layer per patch, spatial softmax, a linear layer.
+
+    inputs: channels of the maps; channels: of what is located, a multiple of 8.
+    """
+
+    def __init__(self, inputs: int, channels: int, features: int):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(inputs, channels, 1), nn.GroupNorm(8, channels), nn.SiLU())
+        self.head = nn.Linear(2 * channels, features)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Encode maps [N, inputs, rows, columns] as [N, features]."""
+        return self.head(spatial_softmax(self.layers(maps)))
+
+
+def spatial_softmax(maps: Tensor) -> Tensor:
+    """Return the expected position [N, 2 C] of every channel of maps [N, C, rows, columns], in [-1, 1] x [-1, 1]."""
+    height, width = maps.shape[-2:]
+    # Each channel is a distribution over the pixels; its mean says where the feature is.
+    weights = maps.flatten(2).softmax(-1)
+    row = torch.linspace(-1, 1, height, device=maps.device)
+    column = torch.linspace(-1, 1, width, device=maps.device)
+    grid = torch.stack(torch.meshgrid(row, column, indexing="ij"), -1).reshape(-1, 2)
+    return (weights @ grid).flatten(1)
 
 
 class FieldReader(nn.Module):

@@ -42,7 +42,7 @@ class FeaturesConfig:
     builds: ClassVar[str] = "robopolicy.success.networks:FeatureNetwork"
 
     model: Path | None = None
-    """Folder of a vision model that transformers reads, such as DINOv2, CLIP or SigLIP (extra vla). Its weights are
+    """Folder of a vision model that transformers reads, such as DINOv2, V-JEPA 2 or CLIP (extra vla). Its weights are
     copied into the classifier's checkpoint.
     """
     width: Count = 128

@@ -4,34 +4,25 @@ Axes: N frame.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.nn import functional
 
-from robopolicy.core.errors import CheckpointError, ConfigError, require_extra
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import IMAGE_PREFIX, Field
-from robopolicy.core.storage import read_object
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.nn.configuration import NormalizationMode
 from robopolicy.nn.encoders import FieldReader, ObservationEncoder
-from robopolicy.nn.language import EXTRA
 from robopolicy.nn.normalizer import Normalizer
-from robopolicy.nn.pretrained import build_described_backbone, quiet_logger
+from robopolicy.nn.pretrained import build_described_backbone
+from robopolicy.nn.vision import load_vision_model, pooled_features
 from robopolicy.success.configuration import EncoderConfig, FeaturesConfig
 from worldmodels.heads.success import make_success_head
 from worldmodels.registry import SUCCESS_HEADS
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 BOUND = 10.0
 """Limit of normalised vectors."""
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Pixel statistics of ImageNet, for vision models whose folder names none."""
 
 
 class EncoderNetwork(nn.Module):
@@ -94,10 +85,10 @@ class FeatureNetwork(nn.Module):
         if backbone is None:
             if config.model is None:
                 raise ConfigError("No vision model is given. Set success.config.model=FOLDER (DINOv2, CLIP, SigLIP).")
-            self.model, pixels = load_vision_model(config.model)
+            self.model, pixels = load_vision_model(config.model, "success.config.model")
         else:
             self.model, pixels = build_described_backbone(backbone["model"]), backbone["pixels"]
-        self.pixels = {"mean": list(pixels["mean"]), "std": list(pixels["std"])}
+        self.pixels = dict(pixels)
         self.model.requires_grad_(False)
         vectors = sum(field.size for key, field in fields.items() if key not in self.images)
         inputs = len(self.images) * int(self.model.config.hidden_size) + vectors
@@ -114,7 +105,7 @@ class FeatureNetwork(nn.Module):
         for key in self.reader.keys:
             value = observation[key][:, None]
             if key in self.images:
-                parts.append(self._image_features(self.reader.frames(key, value, None)))
+                parts.append(pooled_features(self.model, self.pixels, self.reader.frames(key, value, None)))
             else:
                 parts.append(self.reader.vector(key, value))
         return {"features": torch.cat(parts, 1)}
@@ -127,17 +118,6 @@ class FeatureNetwork(nn.Module):
     def loss(self, inputs: Mapping[str, Tensor], label: Tensor, generator: torch.Generator) -> Tensor:
         """Return losses [N] of `prepare`d frames; label: [N] bool."""
         return self.head.loss(inputs["features"], label)
-
-    def _image_features(self, frames: Tensor) -> Tensor:
-        """Return features [N, hidden] of uint8 images [N, height, width, 3]: the pooled output, else the mean token."""
-        size = self.model.config.image_size
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        pixels = frames.permute(0, 3, 1, 2).float() / 255
-        pixels = functional.interpolate(pixels, (int(height), int(width)), mode="bilinear", antialias=True)
-        mean, std = (pixels.new_tensor(self.pixels[name])[:, None, None] for name in ("mean", "std"))
-        output = self.model.eval()(pixel_values=(pixels - mean) / std)
-        pooled = getattr(output, "pooler_output", None)
-        return output.last_hidden_state.mean(1) if pooled is None else pooled.flatten(1)
 
     def description(self) -> dict[str, Any]:
         """Return the inputs of `restore` other than the fields; the vision model's weights are among the weights."""
@@ -152,45 +132,3 @@ class FeatureNetwork(nn.Module):
         """
         SUCCESS_HEADS.load_saved(description["config"]["head"], "the success classifier")
         return cls(from_plain(FeaturesConfig, description["config"]), fields, description["backbone"])
-
-
-def load_vision_model(folder: Path) -> "tuple[PreTrainedModel, dict[str, Any]]":
-    """Load the vision model in a local folder written by save_pretrained, and its pixel mean and std.
-
-    Of a model of images and text (CLIP, SigLIP) only the vision part. Raises ConfigError when the folder is missing,
-    is no vision model, or lacks weights; code in the folder is never run.
-    """
-    transformers = require_extra("transformers", EXTRA)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"success.config.model={folder}: this folder does not exist. Use one written by save_pretrained, for "
-            "example of DINOv2, CLIP or SigLIP."
-        )
-    try:
-        with quiet_logger():
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            config = getattr(config, "vision_config", config)
-            model, information = transformers.AutoModel.from_pretrained(
-                folder,
-                config=config,
-                dtype=torch.float32,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"success.config.model={folder} could not be loaded as a vision model: {reason}") from error
-    if not hasattr(model.config, "image_size") or not hasattr(model.config, "hidden_size"):
-        raise ConfigError(f"success.config.model={folder} is a {model.config.model_type} model, not a vision model.")
-    missing = [name for name in information["missing_keys"] if "pooler" not in name and "mask_token" not in name]
-    if missing:
-        raise ConfigError(
-            f"success.config.model={folder} lacks {len(missing)} weights, such as {sorted(missing)[0]}: they would be "
-            "random. Download the complete checkpoint."
-        )
-    try:
-        processor = read_object(folder / "preprocessor_config.json")
-    except CheckpointError:
-        processor = {}
-    return model, {"mean": processor.get("image_mean", MEAN), "std": processor.get("image_std", STD)}

@@ -34,7 +34,7 @@ SMALL = LatentEnsembleConfig(
     encoder_step_ratio=1.5,
     readout_step_ratio=0.5,
     drawing_step_ratio=1.5,
-    ensemble=EnsembleConfig(members=2, width=32, depth=1, head_width=16),
+    ensemble=EnsembleConfig(members=2, width=32, depth=1, head_width=16, rollout_step_ratio=0),
 )
 
 

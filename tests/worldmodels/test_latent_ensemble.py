@@ -42,7 +42,7 @@ SMALL = LatentEnsembleConfig(
     channels=(8, 8, 8),
     batch_size=32,
     encoder_step_ratio=3.0,
-    ensemble=EnsembleConfig(members=2, width=32, depth=1, head_width=16),
+    ensemble=EnsembleConfig(members=2, width=32, depth=1, head_width=16, rollout_step_ratio=0),
 )
 FIT = FitConfig(steps=250, learning_rate=3e-3)
 

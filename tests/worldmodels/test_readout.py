@@ -33,7 +33,7 @@ SMALL = LatentEnsembleConfig(
     batch_size=32,
     encoder_step_ratio=2.0,
     readout_step_ratio=1.5,
-    ensemble=EnsembleConfig(members=2, width=32, depth=1, head_width=16),
+    ensemble=EnsembleConfig(members=2, width=32, depth=1, head_width=16, rollout_step_ratio=0),
 )
 
 
