@@ -53,8 +53,8 @@ def test_what_a_benchmark_runs_has_its_threads_unless_overridden(tmp_path):
     assert compose(settings_of(other, tmp_path, "push_cube", 3)).run.threads == 4
 
 
-def benchmark(root, *chosen):
-    overrides = ",".join(f"'{setting}'" for setting in TINY)
+def benchmark(root, *chosen, tiny=TINY):
+    overrides = ",".join(f"'{setting}'" for setting in tiny)
     return bench.run(compose([*chosen, "bench.seeds=[0]", f"run.root={root}", f"bench.overrides=[{overrides}]"]))
 
 
@@ -109,17 +109,27 @@ def test_models_of_several_kinds_rank_the_same_policies(tmp_path, monkeypatch, c
 
 
 def test_a_policy_stands_beside_itself_looking_ahead(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(test_time_planning, "MODEL", Changes(("worldmodel.kind=ensemble",)))
-    monkeypatch.setattr(test_time_planning, "PLANS", {"2 candidates": ("plan.candidates=2", "plan.horizon=2")})
+    small = ("features=4", "channels=[8,8,8]", "ensemble.members=2", "ensemble.width=16", "ensemble.head_width=16")
+    sizes = *(f"worldmodel.config.{each}" for each in small), "worldmodel.transitions=600"
+    seeing = "worldmodel.kind=latent_ensemble", "world.cameras=[top]", "world.image_size=16", *sizes
+    models = {"ensemble": Changes(("worldmodel.kind=ensemble",)), "latent_ensemble": Changes(seeing)}
+    monkeypatch.setattr(test_time_planning, "MODELS", models)
+    plans = {"2 candidates": ("plan.candidates=2", "plan.horizon=2")}
+    plans["CEM from pictures"] = ("plan.kind=cem", "plan.horizon=4", "plan.options={samples: 8, elites: 2, rounds: 1}")
+    monkeypatch.setattr(test_time_planning, "PLANS", plans)
     chosen = "bench.name=test_time_planning", "bench.tasks=[reach_planar]"
-    assert benchmark(tmp_path, *chosen) == 0
+    tiny = [setting for setting in TINY if not setting.startswith("worldmodel.config.")]  # of both kinds
+    assert benchmark(tmp_path, *chosen, tiny=tiny) == 0
     assert "reach_planar, 2 candidates" in capsys.readouterr().out
     folder = tmp_path / "bench" / "test_time_planning"
-    row = json.loads((folder / "benchmark.json").read_text())["tasks"]["reach_planar"]["2 candidates"]["0"]
-    assert {row[who][mode]["episodes"] for who in row for mode in row[who]} == {8}
+    rows = json.loads((folder / "benchmark.json").read_text())["tasks"]["reach_planar"]
+    for plan, kind in (("2 candidates", "ensemble"), ("CEM from pictures", "latent_ensemble")):
+        row = rows[plan]["0"]
+        assert {row[who][mode]["episodes"] for who in row for mode in row[who]} == {8}
+        assert (folder / "reach_planar/worldmodel" / kind / "0/checkpoint").is_dir()
     policies = {path.name for path in (folder / "reach_planar" / "train" / "diffusion").iterdir() if path.is_dir()}
     assert policies == {"0", "100"}, "the policy that is judged and the one that the model saw share no seed"
-    assert benchmark(tmp_path, *chosen) == 0
+    assert benchmark(tmp_path, *chosen, tiny=tiny) == 0
     assert "seed 100" not in capsys.readouterr().out, "nothing is done twice"
 
 

@@ -223,8 +223,14 @@ class PlanConfig(FormerNames):
     """Import path of a potential of imagined observations, key -> [n, ...] to [n], to increase instead of the model's
     rewards; for other kinds than candidates.
     """
+    goal: dict[str, Any] = field(default_factory=dict)
+    """What the end of a plan should look like, instead of rewards: key of an observation -> picture (PNG, JPEG), or
+    elements of a vector, null for those that do not matter; for other kinds than candidates.
+    """
 
     def __post_init__(self):
+        if self.goal and (self.objective or self.kind == CANDIDATES):
+            raise ConfigError("plan.goal needs plan.kind=cem, icem or mppi, and no plan.objective.")
         if min(self.candidates, self.horizon, self.rollouts) < 1 or not 0 < self.discount <= 1:
             raise ConfigError("Planning needs candidates, horizon and rollouts >= 1 and a discount in (0, 1].")
         if self.aggregate not in AGGREGATES:

@@ -6,7 +6,7 @@ and success come from `StepHeads` instead of extra outputs; members differ by in
 bootstrapped data sets; all members are used as elites.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -18,7 +18,7 @@ from torch.nn import functional
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import PROGRESS, SUCCESS, success_bonus
-from robopolicy.core.spec import WorldSpec
+from robopolicy.core.spec import Field, WorldSpec
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.blocks import Members
@@ -256,6 +256,24 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
             for step in range(len(actions))
         ]
         return {"state": states[-1], "seed": latent["seed"], "step": latent["step"] + len(actions)}, outcomes
+
+    @property
+    def goal_fields(self) -> Mapping[str, Field]:
+        """Fields in which a goal may be given: those of the state."""
+        return self.state_vector.fields
+
+    def goal_targets(self, goal: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the standardised elements of G goals, key -> [G, D], from key -> [G, *shape]; see `ComparesGoals`."""
+        places = self.state_vector.slices
+        mean, std = self.state_mean.cpu(), self.state_std.cpu()
+        return {
+            key: (value.flatten(1).float().cpu() - mean[places[key]]) / std[places[key]] for key, value in goal.items()
+        }
+
+    def goal_values(self, latent: Latent, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return the standardised elements of latents, key -> [B, D]; see `ComparesGoals`."""
+        standard = (latent["state"] - self.state_mean) / self.state_std
+        return {key: standard[:, self.state_vector.slices[key]] for key in keys}
 
     def _outputs(self, state: Tensor, action: Tensor) -> Tensor:
         """Return every member's outputs for the same standardised rows, [M, N, 2 F]: means, unbounded log-variances."""

@@ -360,6 +360,45 @@ class LatentEnsembleModel(nn.Module):
                 fields[key] = self.drawing.draw(key, latent[f"{FIRST}/{key}"], latents)
         return {key: fields[key] for key in keys}
 
+    @property
+    def goal_fields(self) -> Mapping[str, Field]:
+        """Fields in which a goal may be given: what the encoder reads, and vectors that are read off the latent."""
+        return {**self.reads, **({} if self.readout is None else self.readout.fields)}
+
+    @torch.no_grad()
+    def goal_targets(self, goal: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return standardised features of pictures and elements of vectors, key -> [G, D]; see `ComparesGoals`."""
+        device, targets = self.ensemble.state_mean.device, dict[str, Tensor]()
+        for key, value in goal.items():
+            if key in self.autoencoder.images:
+                features = self.autoencoder.features(key, value.to(device))
+                targets[key] = self._standardised(key, features).cpu()
+            else:
+                targets[key] = self._standardised(key, value.flatten(1).float().to(device)).cpu()
+        return targets
+
+    def goal_values(self, latent: Latent, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return standardised features and elements of latents, key -> [B, D]; see `ComparesGoals`."""
+        vectors = [key for key in keys if key not in self.autoencoder.images]
+        values = {key: value.flatten(1) for key, value in self.read(latent, vectors).items()} if vectors else {}
+        for key in set(keys) & set(self.autoencoder.images):
+            values[key] = latent["state"][:, self._features_of(key)]
+        return {key: self._standardised(key, values[key]) for key in keys}
+
+    def _features_of(self, camera: str) -> slice:
+        """Return the place of a camera's features in the latent."""
+        first = self.vector.size + self.config.features * self.autoencoder.images.index(camera)
+        return slice(first, first + self.config.features)
+
+    def _standardised(self, key: str, value: Tensor) -> Tensor:
+        """Return features or elements [B, D] of a field less their mean, in standard deviations of the data."""
+        if key in self.vector.fields or key in self.autoencoder.images:
+            place = self.vector.slices[key] if key in self.vector.fields else self._features_of(key)
+            return (value - self.ensemble.state_mean[place]) / self.ensemble.state_std[place]
+        assert self.readout is not None
+        place = self.readout.vector.slices[key]
+        return value / self.readout.deviations[place]
+
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
         """Advance every row by one control step with actions [B, A]; see `EnsembleModel.imagine`."""
         latent, outcomes = self.generate(latent, actions[:, None])

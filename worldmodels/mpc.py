@@ -22,6 +22,7 @@ from robopolicy.core.registry import Registry, load_dotted, named_arguments, req
 from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows
 from worldmodels.configuration import PlanConfig
+from worldmodels.goals import Goal
 from worldmodels.planning import context_of, require_same_task
 from worldmodels.protocol import ChunkModel, Latent, WorldModel, fields_read
 
@@ -269,6 +270,26 @@ def imagined_returns(
     return total
 
 
+def returns_towards(
+    model: WorldModel, latent: Latent, sequences: Tensor, config: PlanConfig, goal: Goal, rows: int
+) -> Tensor:
+    """Return minus the distance [n] to `goal` at the end of action sequences [n, T, A] from the latents [n, ...], plus
+    the discounted config.uncertainty per unit of the model's uncertainty; rewards and predicted ends do not count.
+
+    rows: whose samples, equally many, follow one another in n.
+    """
+    if isinstance(model, ChunkModel):
+        latent, outcomes = model.generate(latent, sequences)
+    else:
+        outcomes = []
+        for number in range(sequences.shape[1]):
+            latent, outcome = model.imagine(latent, sequences[:, number])
+            outcomes.append(outcome)
+    doubts = torch.stack([outcome.uncertainty.double().cpu() for outcome in outcomes])
+    weights = config.discount ** torch.arange(len(outcomes), dtype=torch.float64)
+    return config.uncertainty * (weights @ doubts) - goal.distance(latent, outcomes[-1], rows).double()
+
+
 def _steps(model: WorldModel, latent: Latent, sequences: Tensor) -> Any:
     if isinstance(model, ChunkModel):
         yield from model.generate(latent, sequences)[1]
@@ -282,11 +303,18 @@ class ModelPredictivePolicy(nn.Module):
     """A `Policy` that optimises its actions in a world model; `policy`, if given, proposes some of the sequences.
 
     It remembers the rest of every row's plan, from which the next one starts. Samples of one row imagine with the same
-    noise. Raises ConfigError when the model's actions are unbounded, for unknown options, and when the model belongs to
+    noise. goal: what sequences should lead to, instead of the model's rewards; it may be replaced between decisions.
+    Raises ConfigError when the model's actions are unbounded, for unknown options, and when the model belongs to
     another task than the policy.
     """
 
-    def __init__(self, model: WorldModel, config: PlanConfig | None = None, policy: Policy | None = None):
+    def __init__(
+        self,
+        model: WorldModel,
+        config: PlanConfig | None = None,
+        policy: Policy | None = None,
+        goal: Goal | None = None,
+    ):
         super().__init__()
         self.config = config = config or PlanConfig(kind="cem", horizon=16)
         self.model, self.policy = model, policy
@@ -298,6 +326,7 @@ class ModelPredictivePolicy(nn.Module):
         self.low, self.high = low, high
         self.replan = min(config.replan, config.horizon)
         self.planner = make_planner(config)
+        self.goal = goal
         self.objective: Objective | None = None
         if config.objective:
             self.objective = load_dotted(config.objective, "Objective of planning")
@@ -343,7 +372,11 @@ class ModelPredictivePolicy(nn.Module):
         def score(sequences: Tensor) -> Tensor:
             count = sequences.shape[1]
             latent = {name: value.repeat_interleave(count, 0) for name, value in first_latent.items()}
-            returns = imagined_returns(self.model, latent, sequences.flatten(0, 1), self.config, self.objective)
+            flat = sequences.flatten(0, 1)
+            if self.goal is not None:
+                returns = returns_towards(self.model, latent, flat, self.config, self.goal, rows)
+            else:
+                returns = imagined_returns(self.model, latent, flat, self.config, self.objective)
             return returns.reshape(rows, count)
 
         proposals = self._proposals(observation, generator, start, deterministic)

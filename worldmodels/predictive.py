@@ -75,7 +75,8 @@ class PredictiveEncoding(nn.Module):
 
     def __init__(self, autoencoder: FrameAutoencoder, vector: StateVector, actions: int, batch_size: int, seed: int):
         super().__init__()
-        self.autoencoder, self.vector, self.batch_size = autoencoder, vector, batch_size
+        self.autoencoder = autoencoder
+        self.vector, self.batch_size = vector, batch_size
         size = vector.size + autoencoder.size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

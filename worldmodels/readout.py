@@ -116,6 +116,20 @@ class StateReadout(Standardised):
         """Fields that `read` returns, those that the latent contains included."""
         return self.vector.fields
 
+    @property
+    def deviations(self) -> Tensor:
+        """Standard deviations [S] of all its elements, in the world's units; of those computed from others, as if these
+        were independent.
+        """
+        structure, deviations = structure_of(self), self.value_std.new_ones(self.vector.size)
+        for key, place in self.known.slices.items():
+            deviations[self.vector.slices[key]] = self.latent_std[place]
+        deviations[self.read_elements] = self.value_std
+        if len(structure.derived):
+            variances = deviations[structure.source].square() @ structure.weights.square()
+            deviations[structure.derived] = variances.sqrt().clamp_min(1e-6)
+        return deviations
+
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
         """Yield batches indefinitely: latent and before, the latents of a frame and of the previous one (of the same
         one at the start of an episode), [N, S]; value, the elements to read, [N, E], in the world's units.

@@ -1,15 +1,17 @@
 """Planning in a world model at test time, without further training: the same policy with and without it.
 
 Policies and models share no data: a model is trained on recordings of its own seed. Of several candidates, each
-imagined for some steps, the policy executes the one with the best predicted return; or actions are optimised (CEM).
+imagined for some steps, the policy executes the one with the best predicted return; or actions are optimised (CEM), in
+a model of states or of pictures.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from robopolicy.benchmarks.ranking import MODELS
 from robopolicy.benchmarks.rates import rate_text, short, spread_text
-from robopolicy.benchmarks.runs import Changes, chosen_from, modelled, pretrained, settings_of
+from robopolicy.benchmarks.runs import chosen_from, modelled, pretrained, settings_of
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
 from robopolicy.evaluation.report import UNPLANNED
@@ -19,14 +21,17 @@ from robopolicy.verbs.bench import Benchmark, Table
 FIRST_SEED = 100
 """Of the policies; world models take theirs from bench.seeds."""
 
+CEM = "plan.kind=cem", "plan.horizon=16"
 PLANS = {
     "8 candidates": (),
     "32 candidates": ("plan.candidates=32",),
-    "CEM": ("plan.kind=cem", "plan.horizon=16"),
+    "CEM": CEM,
+    "CEM from pictures": CEM,
 }
 """Arm -> what it changes about planning. CEM has the policy's chunk among its samples."""
 
-MODEL = Changes(("worldmodel.kind=ensemble",), {"pick_place": ("worldmodel.fit.steps=12000",)})
+PICTURED = {"CEM from pictures": "latent_ensemble"}
+"""Arms whose model sees the robot's vector and a camera, by kind of model; that of the others reads the state."""
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
@@ -46,8 +51,9 @@ def measure(config: Config, root: Path, task: str, plan: str, seed: int) -> dict
     if not result.exists():
         policy = pretrained(config, root, task, "diffusion", FIRST_SEED + seed) / "checkpoint"
         base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
-        settings = *MODEL.of(task), f"worldmodel.policies=[{base}]"
-        model = modelled(config, root, task, "ensemble", seed, settings) / "checkpoint"
+        kind = PICTURED.get(plan, "ensemble")
+        settings = *MODELS[kind].of(task), f"worldmodel.policies=[{base}]"
+        model = modelled(config, root, task, kind, seed, settings) / "checkpoint"
         arguments = f"evaluate.policy={policy}", f"plan.model={model}", "evaluate.videos=0", *PLANS[plan]
         evaluate.run(compose([*settings_of(config, root, task, seed), f"run.name={label}", *arguments]))
     results = read_json(result)

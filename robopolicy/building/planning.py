@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 
 from robopolicy.configuration.sections.worldmodel import PlanSection
@@ -11,14 +12,16 @@ from robopolicy.core.origin import origin_of, remember_origin, remember_renaming
 from robopolicy.core.policy import Policy
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
+from robopolicy.data.lerobot_media import IMAGE_FORMATS
 from robopolicy.inference.plan import load_plan
 from robopolicy.training.acting import Acting
 from worldmodels import load_world_model
 from worldmodels.configuration import CANDIDATES, PlanConfig
 from worldmodels.env import ImaginedWorld
+from worldmodels.goals import ComparesGoals, Goal
 from worldmodels.mpc import ModelPredictivePolicy
 from worldmodels.planning import PlannedPolicy
-from worldmodels.protocol import Cacheable, DecoderFree, LearnedModel
+from worldmodels.protocol import Cacheable, DecoderFree, LearnedModel, WorldModel
 
 
 def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:
@@ -42,7 +45,7 @@ def with_planning(section: PlanSection, policy: Policy, device: torch.device | s
     planned_policy: Policy = (
         PlannedPolicy(policy, model, settings)
         if settings.kind == CANDIDATES
-        else ModelPredictivePolicy(model, settings, policy)
+        else ModelPredictivePolicy(model, settings, policy, load_goal(settings, model))
     )
     remember_origin(planned_policy, origin_of(policy))
     remember_renaming(planned_policy, renaming_of(policy))
@@ -58,9 +61,47 @@ def planner_alone(section: PlanSection, device: torch.device | str = "cpu") -> P
     if section.model is None or section.kind == CANDIDATES:
         raise ConfigError("Planning without a policy needs plan.model=CHECKPOINT and plan.kind=cem, icem or mppi.")
     model = load_imagining(section.model, device)
-    planner = ModelPredictivePolicy(model, narrowed(PlanConfig, section))
+    settings = narrowed(PlanConfig, section)
+    planner = ModelPredictivePolicy(model, settings, goal=load_goal(settings, model))
     remember_origin(planner, origin_of(model))
     return planner
+
+
+def load_goal(config: PlanConfig, model: WorldModel) -> Goal | None:
+    """Return the goal that plan.goal describes, None for none; pictures are resized to those of the model's cameras.
+
+    Raises ConfigError when a file is no PNG or JPEG, or a field or its elements do not fit the model.
+    """
+    if not config.goal:
+        return None
+    known = model.goal_fields if isinstance(model, ComparesGoals) else model.spec.observation
+    fields: dict[str, torch.Tensor] = {}
+    for key, value in config.goal.items():
+        if isinstance(value, str):
+            size = known[key].shape[:2] if key in known and known[key].is_image else None
+            fields[key] = read_picture(Path(value), size)[None]
+        elif isinstance(value, list) and all(each is None or isinstance(each, int | float) for each in value):
+            fields[key] = torch.tensor([[float("nan") if each is None else float(each) for each in value]])
+        else:
+            raise ConfigError(
+                f"plan.goal: '{key}' is {value}, but must be the path of a picture, or a list of numbers and null."
+            )
+    return Goal(model, fields)
+
+
+def read_picture(path: Path, size: tuple[int, ...] | None) -> torch.Tensor:
+    """Return a picture as uint8 [height, width, 3], resized to `size` (height, width) if given; raises ConfigError when
+    it is no PNG or JPEG.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path, formats=IMAGE_FORMATS) as picture:
+            image = picture.convert("RGB")
+            resized = image if size is None else image.resize((size[1], size[0]), Image.Resampling.BOX)
+            return torch.from_numpy(np.array(resized))
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise ConfigError(f"plan.goal: {path} could not be read as a PNG or JPEG: {error}") from error
 
 
 def planned_acting(

@@ -376,13 +376,13 @@ def same_units(own: Field, other: Field) -> bool:
 
     See `Field.unit` for the forms of a unit.
     """
-    own_units, other_units = _units(own), _units(other)
+    own_units, other_units = element_units(own), element_units(other)
     if len(own_units) == len(other_units):
         return all(not a or not b or a == b for a, b in zip(own_units, other_units, strict=True))
     return not any(own_units) or not any(other_units) or _once(own_units) == _once(other_units)
 
 
-def _units(field: Field) -> tuple[str, ...]:
+def element_units(field: Field) -> tuple[str, ...]:
     """Return a field's units in normalised spelling: one per element if it lists or names them, else one for all."""
     if ":" in field.unit and len(field.names) == field.size:
         by_name = unit_of(field.unit, field.names)

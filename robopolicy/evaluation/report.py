@@ -25,6 +25,7 @@ from robopolicy.evaluation.tables import (
     fault_table,
     horizon_rows,
     instruction_table,
+    readout_table,
     specification_table,
     stage_rows,
     task_table,
@@ -436,6 +437,13 @@ def _add_validation(report: Report, validation: Mapping[str, Any]) -> None:
     for key in sorted({key for figures in validation["open_loop"].values() for key in figures}):
         svg = plots.open_loop_errors(validation["open_loop"], key)
         report.sections.append(Section(f"Open-loop prediction error: {key}", caption, svg=svg))
+    if errors := validation.get("readout"):
+        header, rows = readout_table(errors)
+        caption = (
+            "Root mean squared error of what is read off the model's latent, under the recorded actions of held-out "
+            "episodes from their first frame; after 0 steps, off recorded frames."
+        )
+        report.sections.append(Section("Readout by element", caption, header=header, rows=rows))
 
 
 def _add_behaviours(report: Report, figures: Mapping[str, Mapping[str, Any]]) -> None:

@@ -137,6 +137,13 @@ def variation_table(variations: Mapping[str, Mapping[str, Mapping[str, Any]]]) -
     return header, rows
 
 
+def readout_table(errors: Mapping[str, Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
+    """Return the table of a readout's errors by element and horizon, as `evaluation.world_model.readout_errors`."""
+    horizons = sorted({horizon for row in errors.values() for horizon in row}, key=int)
+    rows = [[name, *(f"{row[each]:.3g}" if each in row else "" for each in horizons)] for name, row in errors.items()]
+    return ["element", *(f"{horizon} steps" for horizon in horizons)], rows
+
+
 def difference_text(difference: Mapping[str, Any]) -> str:
     """Return a paired difference from `compare(...).to_json()` as text, in points of success or as return."""
     by, low, high = (difference[key] for key in ("difference", "low", "high"))

@@ -4,6 +4,7 @@ heads.
 One evaluation for every model, which only imagines. The model starts in held-out episodes and follows their actions.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.client.element_kinds import Kind, kind_of
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.progress import progress
 from robopolicy.core.returns import SUCCESS, progress_reward
-from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.core.spec import IMAGE_PREFIX, Field, element_units
 from robopolicy.evaluation.image_quality import compare
 from worldmodels.encoding import encode_episodes, with_fields
 from worldmodels.initial_states import context_at
 from worldmodels.protocol import DecoderFree, DecodesLatents, Imagined, Latent, LearnedModel, fields_read
 from worldmodels.readout import HasReadout
+
+COORDINATE = re.compile(r"^(?!.*(spin|rot|quat)).*(^|_)[xyz]$")
+"""Names of coordinates of places."""
 
 HORIZONS = (1, 2, 5, 10, 20, 30, 40, 50)
 
@@ -44,11 +49,11 @@ def examine(
     data, lower is better. Images: PSNR in dB, higher is better, and SSIM or LPIPS under
     keys with their suffix. For one step from `steps` contexts, success: precision, recall and F1 of the head;
     reward_error: squared error over variance. None if the data does not define one: no success, none predicted, or
-    constant rewards.
+    constant rewards. readout: as of `readout_errors`.
     """
-    return {"steps": episodes.step_count, **one_step(model, episodes, generator, steps)} | {
-        "open_loop": open_loop(model, episodes, generator, rows, horizons)
-    }
+    figures = {"steps": episodes.step_count, **one_step(model, episodes, generator, steps)}
+    figures["open_loop"] = open_loop(model, episodes, generator, rows, horizons)
+    return figures | {"readout": readout_errors(model, episodes, rows, (0, *horizons))}
 
 
 def one_step(model: LearnedModel, episodes: Episodes, generator: torch.Generator, steps: int) -> dict[str, Any]:
@@ -143,6 +148,60 @@ def open_loop(
                 }
             advance()
     return errors
+
+
+@torch.no_grad()
+def readout_errors(
+    model: LearnedModel, episodes: Episodes, rows: int, horizons: Sequence[int]
+) -> dict[str, dict[str, float]]:
+    """Return element -> horizon -> root mean squared error of the vectors that a model reads off its latent, under the
+    recorded actions from the first frames of `rows` episodes; {} if it reads none.
+
+    Elements are named "key name [unit]", with lengths in mm. Horizon 0 is read off recorded frames. Elements that never
+    vary and horizons that fewer than ten episodes reach are omitted.
+    """
+    keys = [key for key in readable_fields(model, episodes) if not key.startswith(IMAGE_PREFIX)]
+    chosen = torch.arange(len(episodes))[:rows]
+    lengths = episodes.lengths[chosen]
+    last = max((each for each in horizons if int((lengths >= each).sum()) >= 10), default=-1)
+    if not keys or last < 0:
+        return {}
+    begin = episodes.starts[chosen]
+    latent = model.initial(context_at(episodes, begin, model.context), begin.numpy())
+    errors: dict[str, dict[str, float]] = {}
+    for horizon in range(last + 1):
+        if horizon:
+            steps = begin + (lengths - 1).clamp_max(horizon - 1)
+            latent, _ = _imagine(model, latent, episodes.actions[steps])
+        alive = lengths >= horizon
+        if horizon not in horizons or int(alive.sum()) < 10:
+            continue
+        for key, value in _read(model, latent, keys).items():
+            recorded = episodes.observation[key].flatten(1).float()
+            truth = recorded[(episodes.frame_starts[chosen] + horizon)[alive]]
+            error = (value.cpu().flatten(1)[alive] - truth).square().mean(0).sqrt()
+            for index, (name, scale) in enumerate(element_labels(key, episodes.observation_fields[key])):
+                if float(recorded[:, index].std(correction=0)) > 1e-6:
+                    errors.setdefault(name, {})[str(horizon)] = scale * float(error[index])
+    return errors
+
+
+def element_labels(key: str, field: Field) -> list[tuple[str, float]]:
+    """Return the label "key name [unit]" of every element, and the factor that turns its values into that unit: metres
+    into mm.
+
+    Where the field only lists its units, as those of our tasks do, coordinates (x, y, z) that are no rates are in m.
+    """
+    names = field.names or tuple(map(str, range(field.size)))
+    units = element_units(field)
+    if len(units) != field.size:
+        lengths = ("m" in units and COORDINATE.search(name) and kind_of(name) is not Kind.RATE for name in names)
+        units = tuple("m" if length else "" for length in lengths)
+    shown = [("mm", 1000.0) if unit == "m" else (unit, 1.0) for unit in units]
+    return [
+        (f"{key} {name}" + (f" [{unit}]" if unit else ""), scale)
+        for name, (unit, scale) in zip(names, shown, strict=True)
+    ]
 
 
 def readable_fields(model: LearnedModel, episodes: Episodes) -> tuple[str, ...]:

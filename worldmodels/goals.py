@@ -1,0 +1,87 @@
+"""Goals as pictures or states: how far what a model imagines at a plan's end is from what it should look like.
+
+A model of image features compares pictures by its features, which need neither a reward nor a state; vectors are
+compared by the elements that the goal names. Both in standard deviations of the data, so that all count alike.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.spec import IMAGE_PREFIX, Field
+from worldmodels.protocol import Imagined, Latent, WorldModel
+
+
+@runtime_checkable
+class ComparesGoals(WorldModel, Protocol):
+    """A model that compares its latents with goals in standard deviations of its data."""
+
+    @property
+    def goal_fields(self) -> Mapping[str, Field]:
+        """Fields of the imitated world in which a goal may be given, by key."""
+        ...
+
+    def goal_targets(self, goal: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return what latents are compared with, key -> [G, D], for G goals, key -> [G, *shape]; NaN stays NaN."""
+        ...
+
+    def goal_values(self, latent: Latent, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return what of latents [B, ...] is compared with `goal_targets` of these keys, key -> [B, D]."""
+        ...
+
+
+class Goal:
+    """What `model` should imagine at a plan's end: one goal for all rows, or one a row.
+
+    fields: key -> [G, *shape], uint8 images and vectors in the world's units, for G = 1 or the number of rows; elements
+    of vectors that are NaN do not matter. Raises ConfigError for fields that the model cannot compare.
+    """
+
+    def __init__(self, model: WorldModel, fields: Mapping[str, Tensor]):
+        known = model.goal_fields if isinstance(model, ComparesGoals) else model.spec.observation
+        for key, value in fields.items():
+            if key not in known:
+                raise ConfigError(
+                    f"plan.goal names '{key}', but the model of '{model.spec.name}' compares goals by "
+                    f"{', '.join(known)}.{did_you_mean(key, known)}"
+                )
+            if tuple(value.shape[1:]) != known[key].shape:
+                raise ConfigError(
+                    f"plan.goal: '{key}' has shape {list(value.shape[1:])}, but the world's has "
+                    f"{list(known[key].shape)}."
+                )
+        if not fields:
+            raise ConfigError("A goal names at least one field of the world.")
+        self.model = model
+        targets = model.goal_targets(fields) if isinstance(model, ComparesGoals) else _plain(fields)
+        self.targets = dict(targets)
+
+    def distance(self, latent: Latent, outcome: Imagined, rows: int) -> Tensor:
+        """Return the mean squared distance [n] to the goals, over elements and then over fields.
+
+        latent, outcome: of the last imagined step, n = rows * N, samples of a row one after another.
+        """
+        keys = tuple(self.targets)
+        if isinstance(self.model, ComparesGoals):
+            values = self.model.goal_values(latent, keys)
+        else:
+            values = _plain({key: outcome.observation[key] for key in keys})
+        total = torch.zeros(())
+        for key, target in self.targets.items():
+            value = values[key].cpu()
+            counts = (~target.isnan()).expand(rows, -1).repeat_interleave(len(value) // rows, 0)
+            wanted = target.nan_to_num().expand(rows, -1).repeat_interleave(len(value) // rows, 0)
+            squared = torch.where(counts, (value - wanted).square(), 0.0)
+            total = total + squared.sum(1) / counts.sum(1).clamp_min(1)
+        return total / len(self.targets)
+
+
+def _plain(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return fields, key -> [B, *shape], as they are compared without statistics: pixels from 0 to 1, units of the
+    world, [B, D].
+    """
+    scales = {key: 255.0 if key.startswith(IMAGE_PREFIX) else 1.0 for key in fields}
+    return {key: value.flatten(1).float().cpu() / scales[key] for key, value in fields.items()}
