@@ -107,8 +107,7 @@ class EnsembleConfig(FormerNames):
     """Fraction of successful steps in a batch of the success head."""
     rollout_step_ratio: NonNegative = 0.4
     """Number of training steps through the networks' own predictions per single-step training step, afterwards; 0 for
-    none. They take half as long again, and errors over 20 steps and more fall (push_cube, one seed: by a tenth to a
-    third).
+    none. They take half as long again; errors over 20 to 40 steps fall by a tenth to a third (push_cube, one seed).
     """
     rollout_steps: Count = 8
     """Largest number of control steps that the networks predict from their own predictions in that training."""

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.spec import IMAGE_PREFIX, Field
 from worldmodels.protocol import Imagined, Latent, WorldModel
 
@@ -62,9 +62,13 @@ class Goal:
     def distance(self, latent: Latent, outcome: Imagined, rows: int) -> Tensor:
         """Return the mean squared distance [n] to the goals, over elements and then over fields.
 
-        latent, outcome: of the last imagined step, n = rows * N, samples of a row one after another.
+        latent, outcome: of the last imagined step, n = rows * N, samples of a row one after another. Raises SpecError
+        unless there is one goal, or one a row.
         """
         keys = tuple(self.targets)
+        count = len(self.targets[keys[0]])
+        if count not in (1, rows):
+            raise SpecError(f"There are {count} goals for {rows} rows: give one, or one for each row.")
         if isinstance(self.model, ComparesGoals):
             values = self.model.goal_values(latent, keys)
         else:

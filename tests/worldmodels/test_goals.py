@@ -9,7 +9,7 @@ from PIL import Image
 from point_world import GAIN
 
 from robopolicy.building.planning import load_goal
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, WorldSpec
 from robopolicy.evaluation.tables import readout_table
@@ -59,6 +59,8 @@ def test_distances_and_returns_by_hand():
     expected = torch.tensor([0.8**2 / 2, (1 + 0.2**2) / 2, (0.2**2 + 4) / 2, 4 / 2], dtype=torch.float64)
     returns = returns_towards(model, latent, sequences, PlanConfig(kind="cem"), goal, 2)
     assert torch.allclose(returns, -expected, atol=1e-6)
+    with pytest.raises(SpecError, match="2 goals for 4 rows"):
+        returns_towards(model, latent, sequences, PlanConfig(kind="cem"), goal, 4)
     doubtful = PlanConfig(kind="cem", uncertainty=-1.0, discount=0.5)
     returns = returns_towards(model, latent, sequences, doubtful, goal, 2)
     assert torch.allclose(returns, -expected - torch.tensor([0.2, 0, 0.2, 0], dtype=torch.float64), atol=1e-6)
