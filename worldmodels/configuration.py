@@ -223,7 +223,7 @@ class PlanConfig(FormerNames):
     rewards; for other kinds than candidates.
     """
     goal: dict[str, Any] = field(default_factory=dict)
-    """What the end of a plan should look like, instead of rewards: key of an observation -> picture (PNG, JPEG), or
+    """Goal that the end of a plan should be close to, instead of rewards: observation key -> image file (PNG, JPEG), or
     elements of a vector, null for those that do not matter; for other kinds than candidates.
     """
 

@@ -25,11 +25,11 @@ class ComparesGoals(WorldModel, Protocol):
         ...
 
     def goal_targets(self, goal: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return what latents are compared with, key -> [G, D], for G goals, key -> [G, *shape]; NaN stays NaN."""
+        """Return the targets of G goals, key -> [G, D], from their fields, key -> [G, *shape]; NaN stays NaN."""
         ...
 
     def goal_values(self, latent: Latent, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return what of latents [B, ...] is compared with `goal_targets` of these keys, key -> [B, D]."""
+        """Return the values of latents [B, ...] to compare with `goal_targets`, key -> [B, D], for these keys."""
         ...
 
 
@@ -41,17 +41,17 @@ class Goal:
     """
 
     def __init__(self, model: WorldModel, fields: Mapping[str, Tensor]):
-        known = model.goal_fields if isinstance(model, ComparesGoals) else model.spec.observation
+        comparable_fields = model.goal_fields if isinstance(model, ComparesGoals) else model.spec.observation
         for key, value in fields.items():
-            if key not in known:
+            if key not in comparable_fields:
                 raise ConfigError(
                     f"plan.goal names '{key}', but the model of '{model.spec.name}' compares goals by "
-                    f"{', '.join(known)}.{did_you_mean(key, known)}"
+                    f"{', '.join(comparable_fields)}.{did_you_mean(key, comparable_fields)}"
                 )
-            if tuple(value.shape[1:]) != known[key].shape:
+            if tuple(value.shape[1:]) != comparable_fields[key].shape:
                 raise ConfigError(
                     f"plan.goal: '{key}' has shape {list(value.shape[1:])}, but the world's has "
-                    f"{list(known[key].shape)}."
+                    f"{list(comparable_fields[key].shape)}."
                 )
         if not fields:
             raise ConfigError("A goal names at least one field of the world.")
@@ -77,8 +77,8 @@ class Goal:
         for key, target in self.targets.items():
             value = values[key].cpu()
             counts = (~target.isnan()).expand(rows, -1).repeat_interleave(len(value) // rows, 0)
-            wanted = target.nan_to_num().expand(rows, -1).repeat_interleave(len(value) // rows, 0)
-            squared = torch.where(counts, (value - wanted).square(), 0.0)
+            target_rows = target.nan_to_num().expand(rows, -1).repeat_interleave(len(value) // rows, 0)
+            squared = torch.where(counts, (value - target_rows).square(), 0.0)
             total = total + squared.sum(1) / counts.sum(1).clamp_min(1)
         return total / len(self.targets)
 

@@ -74,11 +74,15 @@ def load_goal(config: PlanConfig, model: WorldModel) -> Goal | None:
     """
     if not config.goal:
         return None
-    known = model.goal_fields if isinstance(model, ComparesGoals) else model.spec.observation
+    comparable_fields = model.goal_fields if isinstance(model, ComparesGoals) else model.spec.observation
     fields: dict[str, torch.Tensor] = {}
     for key, value in config.goal.items():
         if isinstance(value, str):
-            size = known[key].shape[:2] if key in known and known[key].is_image else None
+            size = (
+                comparable_fields[key].shape[:2]
+                if key in comparable_fields and comparable_fields[key].is_image
+                else None
+            )
             fields[key] = read_picture(Path(value), size)[None]
         elif isinstance(value, list) and all(each is None or isinstance(each, int | float) for each in value):
             fields[key] = torch.tensor([[float("nan") if each is None else float(each) for each in value]])
