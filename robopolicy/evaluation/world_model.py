@@ -161,12 +161,12 @@ def readout_errors(
     vary and horizons that fewer than ten episodes reach are omitted.
     """
     keys = [key for key in readable_fields(model, episodes) if not key.startswith(IMAGE_PREFIX)]
-    chosen = torch.arange(len(episodes))[:rows]
-    lengths = episodes.lengths[chosen]
+    episode_indices = torch.arange(len(episodes))[:rows]
+    lengths = episodes.lengths[episode_indices]
     last = max((each for each in horizons if int((lengths >= each).sum()) >= 10), default=-1)
     if not keys or last < 0:
         return {}
-    begin = episodes.starts[chosen]
+    begin = episodes.starts[episode_indices]
     latent = model.initial(context_at(episodes, begin, model.context), begin.numpy())
     errors: dict[str, dict[str, float]] = {}
     for horizon in range(last + 1):
@@ -177,11 +177,11 @@ def readout_errors(
         if horizon not in horizons or int(alive.sum()) < 10:
             continue
         for key, value in _read(model, latent, keys).items():
-            recorded = episodes.observation[key].flatten(1).float()
-            truth = recorded[(episodes.frame_starts[chosen] + horizon)[alive]]
+            recorded_values = episodes.observation[key].flatten(1).float()
+            truth = recorded_values[(episodes.frame_starts[episode_indices] + horizon)[alive]]
             error = (value.cpu().flatten(1)[alive] - truth).square().mean(0).sqrt()
             for index, (name, scale) in enumerate(element_labels(key, episodes.observation_fields[key])):
-                if float(recorded[:, index].std(correction=0)) > 1e-6:
+                if float(recorded_values[:, index].std(correction=0)) > 1e-6:
                     errors.setdefault(name, {})[str(horizon)] = scale * float(error[index])
     return errors
 
@@ -197,10 +197,10 @@ def element_labels(key: str, field: Field) -> list[tuple[str, float]]:
     if len(units) != field.size:
         lengths = ("m" in units and COORDINATE.search(name) and kind_of(name) is not Kind.RATE for name in names)
         units = tuple("m" if length else "" for length in lengths)
-    shown = [("mm", 1000.0) if unit == "m" else (unit, 1.0) for unit in units]
+    units_and_scales = [("mm", 1000.0) if unit == "m" else (unit, 1.0) for unit in units]
     return [
         (f"{key} {name}" + (f" [{unit}]" if unit else ""), scale)
-        for name, (unit, scale) in zip(names, shown, strict=True)
+        for name, (unit, scale) in zip(names, units_and_scales, strict=True)
     ]
 
 
