@@ -157,7 +157,7 @@ def readout_errors(
     """Return element -> horizon -> root mean squared error of the vectors that a model reads off its latent, under the
     recorded actions from the first frames of `rows` episodes; {} if it reads none.
 
-    Elements are named "key name [unit]", with lengths in mm. Horizon 0 is read off recorded frames. Elements that never
+    Elements are named "key name, unit", with lengths in mm. Horizon 0 is read off recorded frames. Elements that never
     vary and horizons that fewer than ten episodes reach are omitted.
     """
     keys = [key for key in readable_fields(model, episodes) if not key.startswith(IMAGE_PREFIX)]
@@ -187,7 +187,7 @@ def readout_errors(
 
 
 def element_labels(key: str, field: Field) -> list[tuple[str, float]]:
-    """Return the label "key name [unit]" of every element, and the factor that turns its values into that unit: metres
+    """Return the label "key name, unit" of every element, and the factor that turns its values into that unit: metres
     into mm.
 
     Where the field only lists its units, as those of our tasks do, coordinates (x, y, z) that are no rates are in m.
@@ -199,7 +199,7 @@ def element_labels(key: str, field: Field) -> list[tuple[str, float]]:
         units = tuple("m" if length else "" for length in lengths)
     units_and_scales = [("mm", 1000.0) if unit == "m" else (unit, 1.0) for unit in units]
     return [
-        (f"{key} {name}" + (f" [{unit}]" if unit else ""), scale)
+        (f"{key} {name}" + (f", {unit}" if unit else ""), scale)
         for name, (unit, scale) in zip(names, units_and_scales, strict=True)
     ]
 

@@ -160,17 +160,17 @@ def test_the_readouts_errors_are_told_by_element_and_in_mm(learned):
     assert header == ["element", "0 steps", "1 steps", "3 steps"] and len(rows) == 4
     field = Field((3,), unit="x, y: m; turn: rad", names=("x", "y", "turn"))
     assert element_labels("state", field) == [
-        ("state x [mm]", 1000.0),
-        ("state y [mm]", 1000.0),
-        ("state turn [rad]", 1.0),
+        ("state x, mm", 1000.0),
+        ("state y, mm", 1000.0),
+        ("state turn, rad", 1.0),
     ]
     assert element_labels("state", Field((1,))) == [("state 0", 1.0)]
     cube = load_task("push_cube").observation[ENVIRONMENT_STATE]
-    in_mm = [label.split()[1] for label, scale in element_labels("state", cube) if scale == 1000]
+    in_mm = [label.split()[1].rstrip(",") for label, scale in element_labels("state", cube) if scale == 1000]
     places = [f"{name}_{axis}" for name in ("cube", "goal", "pusher_to_cube", "cube_to_goal") for axis in "xy"]
     assert in_mm == places
     held = load_task("pick_place").observation[ENVIRONMENT_STATE]
-    assert [label.split()[1] for label, scale in element_labels("state", held) if scale == 1000] == [
+    assert [label.split()[1].rstrip(",") for label, scale in element_labels("state", held) if scale == 1000] == [
         f"{name}_{axis}" for name in ("cube", "tip_to_cube", "cube_to_goal", "goal") for axis in "xyz"
     ]
 
