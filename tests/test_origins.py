@@ -333,12 +333,13 @@ def test_a_policy_of_lerobot_knows_no_world(tmp_path):
     assert config.world.name == "push_cube"
 
 
-@pytest.mark.parametrize("kind", ["flow", "token", "joint"])
+@pytest.mark.parametrize("kind", ["flow", "token", "joint", "memory"])
 def test_every_kind_of_policy_carries_its_world(push_t, tmp_path, kind):
     small = {
         "flow": ["policy.width=16", "policy.depth=1"],
         "token": ["policy.token.width=16", "policy.token.depth=1"],
         "joint": ["policy.width=16", "policy.candidates=2", "policy.edm.steps=2"],
+        "memory": ["policy.width=16", "policy.depth=1"],
     }
     settings = [f"policy.kind={kind}", *small[kind], "train.fit.steps=2", "train.evaluate_episodes=0"]
     assert main(["train", *settings, f"train.data={dataset(push_t)}", f"run.root={tmp_path}"]) == 0

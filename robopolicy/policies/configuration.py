@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Positive
+from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Positive, Range
 from robopolicy.core.structured import FormerNames
 from robopolicy.nn.configuration import (
     AGGREGATES,
@@ -250,6 +250,34 @@ class JointConfig(FormerNames):
             raise ConfigError(f"policy_fraction={self.policy_fraction} must be in (0, 1).")
         if self.aggregate not in AGGREGATES:
             raise ConfigError(f"aggregate={self.aggregate} is not known: use one of {', '.join(AGGREGATES)}.")
+
+
+@dataclass(frozen=True)
+class MemoryPolicyConfig(FormerNames):
+    """A policy that remembers: a transformer over the last H control steps; see `policies.memory`."""
+
+    builds: ClassVar[str] = "robopolicy.policies.memory:MemoryPolicy"
+
+    observation_keys: tuple[str, ...] = ()
+    """Observation fields that the policy reads, [] for all. They must be vectors; a hidden goal is left out."""
+    history: Annotated[int, Range(1, 10_000)] = 64
+    """Number H of control steps that it remembers: at least those of the episodes of a trial together."""
+    chunk: Annotated[int, Range(1, 10_000)] = 1
+    """Number C of control steps per action chunk."""
+    bins: Annotated[int, Range(2, 10_000)] = 9
+    """Number of bins per action element; an odd number includes 0."""
+    width: Annotated[int, Range(1, 10_000)] = 64
+    """Width of the transformer, a multiple of twice the number of heads."""
+    depth: Annotated[int, Range(1, 100)] = 2
+    """Number of layers of the transformer."""
+    heads: Annotated[int, Range(1, 1000)] = 2
+    """Number of attention heads."""
+    sink: bool = True
+    """Add a learned key with value 0 to every layer and head, for attention to nothing (ReLIC)."""
+    state_normalization: NormalizationMode = NormalizationMode.MIN_MAX
+    """State normalisation: mean_std, min_max (the data's range becomes [-1, 1]) or identity."""
+    action_normalization: NormalizationMode = NormalizationMode.MIN_MAX
+    """Action normalisation, with the same choices as for states."""
 
 
 @dataclass(frozen=True)

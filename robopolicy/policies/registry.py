@@ -61,6 +61,7 @@ POLICIES = PolicyKinds(
         "flow": "robopolicy.policies.configuration:DenoisingPolicyConfig",
         "token": "robopolicy.policies.token.configuration:TokenPolicyConfig",
         "joint": "robopolicy.policies.configuration:JointConfig",
+        "memory": "robopolicy.policies.configuration:MemoryPolicyConfig",
         "lerobot": "robopolicy.policies.lerobot.configuration:LeRobotStart",
     },
 )

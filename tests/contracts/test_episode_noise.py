@@ -18,7 +18,7 @@ from robopolicy.data.record import record, record_corrected
 from robopolicy.evaluation.deployment import MixedPolicy
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.policies import DenoisingPolicyConfig, TokenConfig, TokenPolicyConfig
-from robopolicy.policies.configuration import JointConfig, Likelihood, PolicyKind
+from robopolicy.policies.configuration import JointConfig, Likelihood, MemoryPolicyConfig, PolicyKind
 from robopolicy.policies.lerobot.acting import load_lerobot_policy
 from robopolicy.policies.loading import build_policy
 from robopolicy.policies.registry import LEFT_BEHIND, POLICIES
@@ -68,6 +68,10 @@ def diffusion(**changed: Any) -> Policy:
 
 def tokens(decoding: TokenDecoding) -> Policy:
     return built("token", TokenPolicyConfig(chunk=4, token=TokenConfig(**TOKENS, decoding=decoding, decode_steps=4)))
+
+
+def memory() -> Policy:
+    return built("memory", MemoryPolicyConfig(chunk=4, history=1, width=16, depth=1))
 
 
 def joint(candidates: int = 1) -> Policy:
@@ -127,6 +131,7 @@ MAKERS: dict[str, Callable[[], Policy]] = {
     "diffusion, log-probabilities by matching": lambda: diffusion(likelihood=Likelihood.MATCHING),
     "flow": lambda: built("flow", DenoisingPolicyConfig(**DENOISING, kind=PolicyKind.FLOW)),
     "token": lambda: tokens(TokenDecoding.CAUSAL),
+    "memory": memory,
     "token, masked": lambda: tokens(TokenDecoding.MASKED),
     "token, parallel": lambda: tokens(TokenDecoding.PARALLEL),
     "joint": joint,

@@ -9,7 +9,7 @@ from made_rollouts import make_rollouts
 from robopolicy.core.errors import ConfigError
 from robopolicy.rl.advantages.group import grpo
 from robopolicy.rl.context import Context
-from robopolicy.rl.experimental.replay import ReMix, SuccessPool
+from robopolicy.rl.experimental.replay import PartialUpdates, ReMix, SuccessPool
 from robopolicy.rl.replay import Spear
 
 
@@ -107,3 +107,18 @@ def test_a_pool_of_successes_is_refused_where_episodes_branch():
     rollouts.parent[1] = 0
     with pytest.raises(ConfigError, match=r"set branch_at=\[\]"):
         SuccessPool(None).annotate(rollouts, iteration(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.checks("replay/partial_updates", "ReLIC")
+def test_parts_are_learned_from_as_they_come_and_then_all_together():
+    replay, parts = PartialUpdates(parts=3), [batch([1.0, float(number)], seed=number) for number in range(6)]
+    assert replay.mix(parts[0], iteration(0)) is parts[0] and replay.mix(parts[1], iteration(1)) is parts[1]
+    resumed = PartialUpdates(parts=3)
+    resumed.restore(replay.tree())
+    for each in (replay, resumed):
+        whole = each.mix(parts[2], iteration(2))
+        assert whole.policy_version[:, 0].tolist() == [2, 2, 0, 0, 1, 1]
+        torch.testing.assert_close(whole.extras["advantage"][2:4], parts[0].extras["advantage"])
+        assert each.mix(parts[3], iteration(3)) is parts[3]
+    alone = PartialUpdates(parts=1)
+    assert all(alone.mix(part, iteration(number)) is part for number, part in enumerate(parts))

@@ -32,7 +32,7 @@ class PolicySection(Tagged):
 
     kind: str = "diffusion"
     """Policy class: diffusion, flow, token (a language model over action tokens), joint (also predicts
-    futures and values), lerobot (a LeRobot checkpoint), or a custom one.
+    futures and values), memory (attends to its past), lerobot (a LeRobot checkpoint), or a custom one.
     """
     config: Any = field(default_factory=DenoisingPolicyConfig)
 

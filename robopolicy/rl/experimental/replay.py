@@ -54,6 +54,28 @@ class ReMix(Buffer):
         return append_rollouts(rollouts, older)
 
 
+@mechanism(Slot.REPLAY, "partial_updates", source="ReLIC, arXiv:2410.02751", needs=())
+class PartialUpdates(Buffer):
+    """Learn from a long rollout in parts while it is played: `parts` - 1 updates on the newest part, then one on all.
+
+    An iteration is a part: set finetune.rollout_length to a part's length. Episodes and trials go on from one part to
+    the next, and so does a policy's memory. In the paper the values of earlier parts are computed anew for the full
+    update; here their advantages stay those of when they were played, at most `parts` - 1 updates ago.
+    """
+
+    def __init__(self, *, parts: int = 4):
+        super().__init__()
+        self.parts = parts
+
+    def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
+        """Return the newest part or, at the end of a rollout, all of its parts."""
+        if len(self.kept) + 1 < self.parts:
+            self.kept = [*self.kept, (context.iteration, rollouts)]
+            return rollouts
+        earlier, self.kept = [part for _, part in self.kept], []
+        return append_rollouts(rollouts, earlier)
+
+
 @mechanism(
     Slot.MODEL,
     "success_pool",
