@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative
 from robopolicy.core.structured import REGISTRY, FormerNames
-from robopolicy.nn.configuration import AGGREGATES, EdmConfig, Precision
+from robopolicy.nn.configuration import AGGREGATES, MOST_PLANNED, EdmConfig, Precision
 
 
 @dataclass(frozen=True)
@@ -582,3 +582,42 @@ class VideoConfig(FormerNames):
     def history_span(self) -> int:
         """Number of frames that the history spans, including the current one."""
         return 1 + self.history_offsets[0]
+
+
+@dataclass(frozen=True)
+class JointVideoConfig(FormerNames):
+    """Settings of a policy that is a video model too: actions, robot state and value are frames of it."""
+
+    builds: ClassVar[str] = "worldmodels.video.joint:JointVideoPolicy"
+
+    model: Path | None = None
+    """World model of kind video from which it starts; its autoencoder stays as it is. null trains one first."""
+    chunk: Count = 4
+    """Number of control steps per action chunk."""
+    batch_size: Count = 32
+    """Number of action chunks per training step: half of them train the policy, a quarter each world and value."""
+    discount: Fraction = 0.99
+    """Discount factor per control step of the returns that values predict."""
+    candidates: Count = 1
+    """Number of action candidates for planning, 1 for none."""
+    futures: Count = 1
+    """Number of futures that are imagined per candidate (the paper: 3)."""
+    values: Count = 2
+    """Number of values that are sampled per future (the paper: 5)."""
+    aggregate: str = "majority"
+    """Aggregation of a candidate's values into one score: mean, lower_bound, median, or majority (mean of the
+    values on the side of the midrange with more values).
+    """
+    edm: EdmConfig = field(
+        default_factory=lambda: EdmConfig(sigma_data=1.0, log_mean=0.0, sigma_max=20.0, steps=6, order=1)
+    )
+    video: VideoConfig = field(default_factory=VideoConfig)
+    """Sizes and training of the video model, if it does not start from one."""
+
+    def __post_init__(self):
+        if self.batch_size < 4:
+            raise ConfigError(f"batch_size={self.batch_size} must be at least 4: three roles share a batch.")
+        if max(self.candidates, self.futures, self.values) > MOST_PLANNED:
+            raise ConfigError(f"candidates, futures and values must be at most {MOST_PLANNED} each.")
+        if self.aggregate not in AGGREGATES:
+            raise ConfigError(f"aggregate={self.aggregate} is not known.{did_you_mean(self.aggregate, AGGREGATES)}")

@@ -126,5 +126,8 @@ LearningPrecision = Literal["fp32", "bf16", "bf16_backward"]
 Optimiser = Literal["adamw", "adamw8bit"]
 """Optimiser algorithm, see `robopolicy.nn.optimisers.make_optimiser`."""
 
+MOST_PLANNED = 10_000
+"""Maximum number of a joint model's candidates, and of the values of each of their futures."""
+
 AGGREGATES = ("mean", "lower_bound", "median", "majority")
 """Aggregations of the scores of several imagined futures into one."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from scipy.spatial.distance import cdist
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError, DataError
@@ -59,6 +58,8 @@ class FamiliarStates:
         """Return the distances [R] of states [R, D] to their nearest frames, and the places of these in their
         demonstrations [R], 0 to 1; without: index of a demonstration that is left out.
         """
+        from scipy.spatial.distance import cdist  # a tenth of a second, which only this needs
+
         scaled = (np.asarray(states, dtype=np.float64) - self._mean) / self._scale
         distances = cdist(scaled, self._frames)
         if without is not None:

@@ -13,6 +13,7 @@ from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Positi
 from robopolicy.core.structured import FormerNames
 from robopolicy.nn.configuration import (
     AGGREGATES,
+    MOST_PLANNED,
     DenoiserKind,
     EdmConfig,
     FlowNoise,
@@ -24,8 +25,6 @@ from robopolicy.nn.configuration import (
 
 MOST_STEPS = 100_000
 """Maximum number of denoising steps: tables have one row per step."""
-MOST_PLANNED = 10_000
-"""Maximum number of a joint model's candidates, and of the values of each of their futures."""
 FUTURES = 2
 """Number of futures that a joint model imagines for every candidate."""
 

@@ -62,6 +62,7 @@ POLICIES = PolicyKinds(
         "token": "robopolicy.policies.token.configuration:TokenPolicyConfig",
         "joint": "robopolicy.policies.configuration:JointConfig",
         "memory": "robopolicy.policies.configuration:MemoryPolicyConfig",
+        "joint_video": "worldmodels.configuration:JointVideoConfig",
         "lerobot": "robopolicy.policies.lerobot.configuration:LeRobotStart",
     },
 )

@@ -133,10 +133,18 @@ class FrameBlock(nn.Module):
         nn.init.zeros_(self.modulation.weight)
         nn.init.zeros_(self.modulation.bias)
 
-    def observe(self, tokens: Tensor, condition: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return tokens [N, T, S, W] that attend to one another, and their keys and values; otherwise as `forward`."""
+    def observe(
+        self,
+        tokens: Tensor,
+        condition: Tensor,
+        remembered: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return tokens [N, T, S, W] that attend to one another and to what is remembered, and their own keys and
+        values; otherwise as `forward`.
+        """
         first, second = self._moves(condition)
-        mixed, key_value = self._attend(tokens, first, None, None)
+        mixed, key_value = self._attend(tokens, first, remembered, mask)
         tokens = torch.addcmul(tokens, first[2], mixed)
         return torch.addcmul(tokens, second[2], self._feed(tokens, second)), key_value
 
@@ -317,37 +325,75 @@ class VideoTransformer(nn.Module):
         known: Tensor | None,
         blocks: Blocks = fresh,
     ) -> Tensor:
+        with autocast(self.precision, noisy.device):
+            slots = self.slots[self.history : self.history + noisy.shape[1]]
+            # EDM's label, log(sigma) / 4, becomes a time in [0, 1].
+            condition = slots + self.embedded(actions, known) + self.level(0.25 + level / 4)[:, None]
+        return self.denoise(noisy, present, condition, memory, blocks)
+
+    def embedded(self, actions: Tensor, known: Tensor | None) -> Tensor:
+        """Return embeddings [N, F, W] of actions [N, F, A] before each frame; known: [N, F] bool, False hides one."""
+        # A hidden action counts as zero in the sum as well; `unknown` tells it apart from an action that is zero.
+        masked_actions = actions if known is None else actions * known[..., None]
+        # Divided by the chunk's length, the sum has the scale of a single action.
+        embedded = self.action(torch.cat([masked_actions, masked_actions.cumsum(1) / self.chunk], -1))
+        if known is not None:
+            hidden = embedded + self.unknown.to(embedded.dtype)
+            embedded = torch.where(known[..., None], embedded, hidden)
+        return embedded
+
+    def denoise(
+        self, noisy: Tensor, present: Tensor, condition: Tensor, memory: Past, blocks: Blocks = fresh
+    ) -> Tensor:
+        """Return the output [N, F, C, height, width] for noisy frames of this shape after the latents `present` [N, C,
+        height, width]; condition: [N, F, W], one per frame.
+        """
         frames = noisy.shape[1]
         with autocast(self.precision, noisy.device):
-            # A hidden action counts as zero in the sum as well; `unknown` tells it apart from an action that is zero.
-            masked_actions = actions if known is None else actions * known[..., None]
-            # Divided by the chunk's length, the sum has the scale of a single action.
-            embedded = self.action(torch.cat([masked_actions, masked_actions.cumsum(1) / self.chunk], -1))
-            if known is not None:
-                hidden = embedded + self.unknown.to(embedded.dtype)
-                embedded = torch.where(known[..., None], embedded, hidden)
-            slots = self.slots[self.history : self.history + frames]
-            # EDM's label, log(sigma) / 4, becomes a time in [0, 1].
-            condition = slots + embedded + self.level(0.25 + level / 4)[:, None]
-            each = condition.repeat_interleave(self.views, 1).flatten(0, 1)
-            inputs = torch.cat([noisy, present[:, None].expand_as(noisy)], 2)
-            maps = self.enter(rearrange(inputs, "n f c (v h) w -> (n f v) c h w", v=self.views))
-            before, *after = self.fine
-            maps = before(maps, each, blocks, 0)
-            stacked = rearrange(maps, "(n f v) c h w -> n f c (v h) w", f=frames, v=self.views)
-            tokens = self.future(self._patches(stacked)) + self.position + self.summand(condition)[:, :, None]
-            # A single frame sees everything; attention without a mask takes the faster kernel.
-            mask = self._causal(frames, memory[0][0].shape[2], noisy.device) if frames > 1 else None
+            tokens, maps, each = self._enter(noisy, present, condition, blocks)
+            mask = self._mask(frames, memory, noisy.device)
             for place, (block, past) in enumerate(zip(self.blocks, memory, strict=True)):
                 tokens = block(tokens, condition, past, mask, blocks, 1 + 2 * place)
             shift, scale = self.last(condition)[:, :, None].chunk(2, -1)
             output = self.head(torch.addcmul(shift, self.norm(tokens), 1 + scale))
             size = {"v": self.views, "x": self.grid[1], "p": self.patch, "q": self.patch}
             maps = maps + rearrange(output, "n f (v y x) (c p q) -> (n f v) c (y p) (x q)", **size)
-            for place, block in enumerate(after, 1 + 2 * len(self.blocks)):
+            for place, block in enumerate(self.fine[1:], 1 + 2 * len(self.blocks)):
                 maps = block(maps, each, blocks, place)
             output = self.leave(functional.silu(maps))
         return rearrange(output.float(), "(n f v) c h w -> n f c (v h) w", f=frames, v=self.views)
+
+    def extend(self, memory: Past, given: Tensor, present: Tensor, condition: Tensor) -> Past:
+        """Return `memory` with keys and values of given frames [N, G, C, height, width], which later ones attend to.
+
+        present, condition: as in `denoise`.
+        """
+        with autocast(self.precision, given.device):
+            tokens, _, _ = self._enter(given, present, condition, fresh)
+            mask = self._mask(given.shape[1], memory, given.device)
+            extended: Past = []
+            for block, past in zip(self.blocks, memory, strict=True):
+                tokens, own = cast(FrameBlock, block).observe(tokens, condition, past, mask)
+                extended.append((torch.cat([past[0], own[0]], 2), torch.cat([past[1], own[1]], 2)))
+        return extended
+
+    def _enter(
+        self, noisy: Tensor, present: Tensor, condition: Tensor, blocks: Blocks
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens [N, F, S, W], the maps they were made of, and the condition of each map."""
+        frames = noisy.shape[1]
+        each = condition.repeat_interleave(self.views, 1).flatten(0, 1)
+        inputs = torch.cat([noisy, present[:, None].expand_as(noisy)], 2)
+        maps = self.enter(rearrange(inputs, "n f c (v h) w -> (n f v) c h w", v=self.views))
+        maps = self.fine[0](maps, each, blocks, 0)
+        stacked = rearrange(maps, "(n f v) c h w -> n f c (v h) w", f=frames, v=self.views)
+        tokens = self.future(self._patches(stacked)) + self.position + self.summand(condition)[:, :, None]
+        return tokens, maps, each
+
+    def _mask(self, frames: int, memory: Past, device: torch.device) -> Tensor | None:
+        """Return the attention mask of new frames after those in `memory`."""
+        # A single frame sees everything; attention without a mask takes the faster kernel.
+        return self._causal(frames, memory[0][0].shape[2], device) if frames > 1 else None
 
     def _patches(self, latents: Tensor) -> Tensor:
         return rearrange(latents, "n t c (y p) (x q) -> n t (y x) (c p q)", p=self.patch, q=self.patch)

@@ -31,7 +31,7 @@ class PolicySection(Tagged):
     beside: ClassVar = True
 
     kind: str = "diffusion"
-    """Policy class: diffusion, flow, token (a language model over action tokens), joint (also predicts
+    """Policy class: diffusion, flow, token (a language model over action tokens), joint or joint_video (also predict
     futures and values), memory (attends to its past), lerobot (a LeRobot checkpoint), or a custom one.
     """
     config: Any = field(default_factory=DenoisingPolicyConfig)
