@@ -1,6 +1,6 @@
-"""DSRL on LIBERO's libero_object from few demonstrations, judged as LIBERO judges, and on LIBERO-PRO's shifted suites.
+"""DSRL on libero_object from few demonstrations, judged as LIBERO judges, and with its objects swapped (LIBERO-PRO).
 
-Runs the stages of recipe=libero with 10 or 40 demonstrations of our planner for the ten tasks together: imitation of
+Runs the stages of recipe=libero with 10 to 40 demonstrations of our planner for the ten tasks together: imitation of
 states and instructions, then DSRL (arXiv:2506.15799). Base and tuned policy play the same episodes, with exact physics
 and LIBERO's time limit of 280 control steps. A policy taught by our planner is not comparable with published tables.
 """
@@ -19,13 +19,14 @@ from robopolicy.runs import RESULT, is_complete, output
 from robopolicy.verbs import collect, evaluate, online, train
 from robopolicy.verbs.bench import Benchmark, Table
 
-ARMS = {"demonstrations_10": 10, "demonstrations_40": 40}
+ARMS = {f"demonstrations_{count}": count for count in (10, 20, 40)}
 SUITES = {
     "libero_object": 200,
-    "libero_object_swap": 100,
-    "libero_object_task": 100,
+    "libero_object_swap": 50,
 }
-"""Suite -> episodes. swap: objects at each other's places; task: other instructions in the same scenes (LIBERO-PRO)."""
+"""Suite -> episodes. swap: objects at each other's places (LIBERO-PRO). Its suites with other words are refused, since
+critics know their instructions by name, and those with other objects do not fit the state.
+"""
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
@@ -85,7 +86,11 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
                 cells = [spread_text(each["success_rate"] for each in rates[arm]) for arm in rates]
                 cells += [", ".join(map(rate_text, rates[arm])) for arm in rates]
                 lines.append([f"{ARMS[name]}", suite, mode, *cells, *_cost(rows)])
-    return [Table("Success in LIBERO's libero_object, and in two suites of LIBERO-PRO", header, lines)]
+    return [
+        Table(
+            "Success in LIBERO's libero_object, and with its objects at each other's places (LIBERO-PRO)", header, lines
+        )
+    ]
 
 
 def _cost(rows: list[Mapping[str, Any]]) -> list[str]:
