@@ -1,5 +1,6 @@
 """What is said where fine-tuning did not help."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,3 +223,20 @@ def test_what_imagination_alone_chose_is_not_blamed_on_its_settings(capsys):
     unwatched = ended(EndReason.TARGET, deterministic_success=0.99)
     imagine.print_advice(unwatched, {"base": judged(0.4), "tuned": judged(0.3)})
     assert "imagine.real_eval_episodes=200" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_that_misjudges_what_it_was_trained_on_is_named_where_success_did_not_rise(tmp_path, capsys):
+    rows = {"expert, noise low": (1.0, 0.8), "expert, play": (0.34, 0.38)}
+    figures = {name: {"recorded": real, "imagined": imagined} for name, (real, imagined) in rows.items()}
+    stayed, rose = ({"base": judged(0.4), "tuned": judged(rate)} for rate in (0.4, 0.9))
+    imagine.print_doubts(tmp_path / "checkpoint", stayed)
+    (tmp_path / "result.json").write_text(json.dumps({"behaviours": figures}))
+    imagine.print_doubts(tmp_path / "checkpoint", rose)
+    assert not capsys.readouterr().out
+    imagine.print_doubts(tmp_path / "checkpoint", stayed)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "undercounts expert, noise low: 80%" in said and "play" not in said
+    assert "the world model may be the cause" in said and "worldmodel.fit.steps" in said
+    (tmp_path / "result.json").write_text(json.dumps({"behaviours": {"expert, play": figures["expert, play"]}}))
+    imagine.print_doubts(tmp_path / "checkpoint", stayed)
+    assert not capsys.readouterr().out

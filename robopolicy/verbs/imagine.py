@@ -20,6 +20,7 @@ from typing import cast
 
 import torch
 
+from robopolicy.building.behaviours import warnings_of
 from robopolicy.building.guidance import load_guidance
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.planning import planned_acting
@@ -39,6 +40,7 @@ from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import read_object
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
 from robopolicy.evaluation.sim_vs_imagined import SimVsImagined
@@ -158,6 +160,7 @@ def run(config: Config) -> int:
     output.print(closing_message(finetuning))
     evidence = Evidence.of(folder.metrics(), finetuning.best)
     print_advice(finetuning, verdicts, narrowed(FinetuneConfig, section), evidence)
+    print_doubts(model, verdicts)
     result = compared(verdicts) | {
         "imagined": {name: verdict.to_json() for name, verdict in imagined_verdicts.items()},
         **starting_checkpoint(path),
@@ -356,3 +359,23 @@ def print_advice(
         difference = compare(base, tuned_result) if result.ended is not EndReason.TARGET else None
         advice = evident_cause(seen, base, tuned_result, section, difference, inside=" imagined") or advice
     output.print(f"On new initial states, {metric} did not increase. {advice}", markup=False, soft_wrap=True)
+
+
+def print_doubts(model: Path, verdicts: Mapping[str, PolicyEvaluation]) -> None:
+    """Print, if the tuned policy is no better than its base, what the evaluation of the world model at `model` said
+    against it: recorded behaviours whose imagined success is another.
+    """
+    path = model.parent / "result.json"
+    if verdicts["tuned"].deterministic.score > verdicts["base"].deterministic.score or not path.exists():
+        return
+    doubts = warnings_of(read_object(path).get("behaviours") or {})
+    for doubt in doubts:
+        output.print(doubt, markup=False, soft_wrap=True)
+    if doubts:
+        output.print(
+            "So the world model may be the cause, and not the fine-tuning: train it longer (worldmodel.fit.steps) or "
+            "on more data (worldmodel.transitions), and see what is read off its latent, if it is one of images, in "
+            f"{model.parent / 'report.html'}.",
+            markup=False,
+            soft_wrap=True,
+        )
