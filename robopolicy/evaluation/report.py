@@ -271,8 +271,8 @@ def _add_language(report: Report, result: Mapping[str, Any]) -> None:
     if "variations" in result:
         header, rows = variation_table(result["variations"])
         caption = (
-            "One factor of the scene at a time, from the same initial states. Intervals are Wilson's 95 % intervals; "
-            "differences are to the scene as it is, paired by episode."
+            "One factor of the scene at a time, or one more per session, from the same initial states. Intervals are "
+            "Wilson's 95 % intervals; differences are to the scene as it is, paired by episode."
         )
         report.sections.append(Section("Factors of variation", caption, header=header, rows=rows))
 

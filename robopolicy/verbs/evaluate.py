@@ -60,7 +60,7 @@ from robopolicy.runs import decisive, finish, open_fresh_run, output, print_tabl
 from robopolicy.verbs.job import evaluation_seeds, normalised, print_evaluations, record_video
 from robopolicy.verbs.unfinished import hashes, source_of
 from robopolicy.verbs.verb import Verb
-from sims.variations.protocol import sweep
+from sims.variations.protocol import session_changes, sweep
 from worldmodels.configuration import CANDIDATES
 
 VERB = Verb(
@@ -113,13 +113,13 @@ def evaluated_under_variations(
     kept: SavedBatches,
     players: Callable[[Config], BatchPlayers | None],
 ) -> dict[str, dict[str, Any]]:
-    """Evaluate `policy` under each of evaluate.variations, without noise and on the seeds of `beside`.
+    """Evaluate `policy` in each of `varied_scenes`, without noise and on the seeds of `beside`.
 
     Returns factor with its value -> summary, with the paired difference to `beside`; the first entry is `beside`. Empty
     without variations. players: configuration -> the workers that play in its world.
     """
     results: dict[str, dict[str, Any]] = {}
-    for label, variation in sweep(config.evaluate.variations, VARIATIONS).items():
+    for label, variation in varied_scenes(config).items():
         varied_config = config.replaced(world=config.world.varied_by(variation))
         world = world_for(varied_config, policy, device)
         acting, _ = delayed(config.evaluate, adapt_policy_to_world(world, policy))
@@ -129,6 +129,14 @@ def evaluated_under_variations(
         results[label] = {**result.summary(), "difference": compare(beside, result).to_json()}
         world.close()
     return {UNVARIED: beside.summary(), **results} if results else {}
+
+
+def varied_scenes(config: Config) -> dict[str, dict[str, Any]]:
+    """Return the variations of the scene to evaluate in, by label: one factor each, or sessions that change more."""
+    section = config.evaluate
+    if section.sessions:
+        return session_changes(section.variations, VARIATIONS, section.sessions, config.run.seed)
+    return sweep(section.variations, VARIATIONS)
 
 
 def varied_players(
@@ -144,7 +152,7 @@ def varied_players(
 
 def require_variations(config: Config, policy: Policy, device: torch.device) -> None:
     """Raise ConfigError, before any episode is played, unless the world can vary in all of evaluate.variations."""
-    for variation in sweep(config.evaluate.variations, VARIATIONS).values():
+    for variation in varied_scenes(config).values():
         section = config.world.varied_by(variation)
         build_world(section, policy, batch_size=1, seed=config.run.seed, device=device).close()
 

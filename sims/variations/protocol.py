@@ -209,9 +209,7 @@ def sweep(setting: Any, name: str) -> dict[str, dict[str, Any]]:
     if setting is None:
         return {}
     if not is_mapping(setting):
-        if isinstance(setting, str) or not is_sequence(setting):
-            raise ConfigError(f"{name} is {setting!r}, but must be a list of factors, such as [colour,mass].")
-        setting = {str(factor): list(_kind(str(factor)).swept) for factor in setting}
+        setting = {str(factor): list(_kind(str(factor)).swept) for factor in _listed(setting, name)}
     variations: dict[str, dict[str, Any]] = {}
     for factor, values in setting.items():
         for value in [values] if isinstance(values, str) or not is_sequence(values) else values:
@@ -219,6 +217,42 @@ def sweep(setting: Any, name: str) -> dict[str, dict[str, Any]]:
             text = f"{low:g}" if low == high else f"{low:g} to {high:g}"
             variations[f"{factor} {text}"] = {str(factor): value}
     return variations
+
+
+def session_changes(setting: Any, name: str, count: int, seed: int) -> dict[str, dict[str, Any]]:
+    """Return the variations of `count` sessions of a robot's service by their labels: each changes one factor more.
+
+    A session draws one of the factors and its new value, from `seed` alone, and keeps all earlier changes (after the
+    scene changes of GS-LTS, arXiv:2503.17733). setting: a list of factors, whose usual values bound the draws, or a
+    mapping of factors to a value or a range [low, high]; name: the setting's, for errors. Raises ConfigError as
+    `variation_bounds` does, and without factors.
+    """
+    if not is_mapping(setting):
+        factors = {str(factor): _kind(str(factor)) for factor in _listed(setting, name)}
+        # The usual values are far from the scene as it is: one is an end of the range, two are both ends.
+        setting = {
+            factor: [min(kind.swept) if len(kind.swept) > 1 else kind.low, max(kind.swept)]
+            for factor, kind in factors.items()
+        }
+    bounds = variation_bounds(setting)
+    if not bounds:
+        raise ConfigError(f"Sessions change factors of variation: list them, {name}=[light,mass].")
+    random, present = numpy_generator(seed, "sessions"), dict[str, Any]()
+    sessions: dict[str, dict[str, Any]] = {}
+    for number in range(1, count + 1):
+        factor = list(bounds)[random.integers(len(bounds))]
+        low, high = bounds[factor]
+        value = random.uniform(low, high)
+        present = {**present, factor: round(value) if _kind(factor).integer else round(value, 3)}
+        sessions[f"session {number}: {factor} {present[factor]:g}"] = present
+    return sessions
+
+
+def _listed(setting: Any, name: str) -> Any:
+    """Return a list of factors; raises ConfigError for anything else."""
+    if setting is not None and (isinstance(setting, str) or not is_sequence(setting)):
+        raise ConfigError(f"{name} is {setting!r}, but must be a list of factors, such as [colour,mass].")
+    return setting or ()
 
 
 def _kind(name: str) -> type[Factor]:

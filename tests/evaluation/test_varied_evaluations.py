@@ -50,6 +50,11 @@ def test_a_policy_is_evaluated_under_one_factor_after_another(tmp_path, capsys):
     assert len({returns[label] for label in ("none", "mass 0.2", "mass 0.5 to 2")}) == 3
     assert {"difference", "low", "high"} <= here["mass 0.2"]["difference"].keys()
     assert "mass 0.5 to 2" in (tmp_path / "evaluate" / "here" / "0" / "report.html").read_text()
+    sessions = ["evaluate.sessions=2", "evaluate.variations={mass: [0.2, 0.4]}", "run.name=sessions"]
+    assert main(["evaluate", checkpoint, *root, plain, *sessions]) == 0
+    served = result(tmp_path, "evaluate", "sessions")["variations"]["policy"]
+    assert [label.partition(": mass 0.")[0] for label in served] == ["none", "session 1", "session 2"]
+    assert served["none"]["return_mean"] == returns["none"] != [*served.values()][1]["return_mean"]
     assert main(["evaluate", checkpoint, *root, "evaluate.variations=[weight]", "run.name=wrong"]) == 2
     assert "no factor of variation 'weight'" in capsys.readouterr().err
     assert not (tmp_path / "evaluate" / "wrong" / "0" / "waves.jsonl").exists()

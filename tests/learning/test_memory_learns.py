@@ -64,3 +64,11 @@ def test_what_was_found_is_remembered_in_the_next_episode():
     first, second = learned(HISTORY)
     assert first > 0.65 and second > 0.9
     assert learned(1)[1] < 0.82  # three standard errors above 75 %
+
+
+@pytest.mark.checks("replay/partial_updates")
+def test_memory_is_learned_from_parts_of_a_rollout_as_well():
+    """Measured with seed 0: 100 % in the second episode, 47.5 % in the first, whose search it learns less well."""
+    parts = {"replay": "partial_updates", "options": {"partial_updates": {"parts": 2}}}
+    _, second = learned(HISTORY, rollout_length=7, iterations=200, **parts)
+    assert second > 0.9

@@ -14,7 +14,7 @@ from sims.engine import load_model
 from sims.physics.native import NativePhysics
 from sims.registry import load_task, trusted_options
 from sims.variations.physical import objects
-from sims.variations.protocol import FACTORS, Variation, sweep
+from sims.variations.protocol import FACTORS, Variation, session_changes, sweep
 
 APPEARANCE = {"colour": 1, "light": 1, "camera": 1, "texture": 1, "distractors": 4}
 PHYSICAL = {"size": [0.8, 1.25], "mass": [0.5, 2], "friction": [0.5, 2]}
@@ -278,3 +278,26 @@ def test_a_factor_of_another_package(factor):
     values = world._variation.values(SEEDS[:2])[factor]
     np.testing.assert_allclose([model.opt.gravity[2] for model in models], -9.81 * values)
     assert not np.array_equal(played(world, SEEDS[:2]), played(make_world("pick_place", 2), SEEDS[:2]))
+
+
+@pytest.mark.checks("GS-LTS")
+def test_sessions_change_one_factor_more_and_keep_what_changed_before():
+    names = ["light", "distractors", "mass"]
+    sessions = list(session_changes(names, "evaluate.variations", 20, seed=7).items())
+    before = {}
+    for number, (label, variation) in enumerate(sessions, 1):
+        (factor,) = [name for name in variation if label == f"session {number}: {name} {variation[name]:g}"]
+        assert {**before, factor: variation[factor]} == variation
+        before = variation
+    assert set(before) == set(names)
+    values = {name: [variation[name] for _, variation in sessions if name in variation] for name in names}
+    assert all(0.5 <= value <= 2 for value in values["mass"]) and all(0 <= value <= 1 for value in values["light"])
+    assert all(isinstance(value, int) and 0 <= value <= 4 for value in values["distractors"])
+    assert sessions == list(session_changes(names, "evaluate.variations", 20, seed=7).items())
+    assert sessions[:3] == list(session_changes(names, "evaluate.variations", 3, seed=7).items())
+    assert sessions != list(session_changes(names, "evaluate.variations", 20, seed=8).items())
+    given = session_changes({"mass": [0.9, 1.1]}, "evaluate.variations", 3, seed=0)
+    assert all(0.9 <= variation["mass"] <= 1.1 for variation in given.values())
+    for wrong in (None, [], "mass", {"mass": [2, 1]}, ["weight"]):
+        with pytest.raises(ConfigError):
+            session_changes(wrong, "evaluate.variations", 1, seed=0)

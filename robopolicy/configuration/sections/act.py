@@ -44,6 +44,10 @@ class EvaluateSection:
     """Factors of variation of a MuJoCo task under which the policy is also evaluated, one at a time, with the same
     initial states: [colour,mass], or with values, {mass: [0.5, 2], colour: 1}. Their difference in success is tested.
     """
+    sessions: Natural = 0
+    """Number of sessions of long service, each of which changes one of `variations` more, drawn from run.seed; 0 tries
+    one at a time.
+    """
     episodes: Count = 200
     """Number of episodes per mode (deterministic and stochastic)."""
     videos: Natural = 8
