@@ -186,7 +186,7 @@ def test_it_starts_from_a_video_model_and_keeps_its_pictures(tmp_path):
 @pytest.mark.slow
 def test_it_learns_to_act_and_what_actions_do():
     episodes = recorded(300)
-    model = trained(CONFIG, 500, episodes)
+    model = trained(replace(CONFIG, batch_size=64), 1500, episodes)
     batch = next(model.batches(recorded(100, seed=1), torch.Generator().manual_seed(0)))["value"]
     memory = model._memory(batch["present"], batch["pose"])
     drawn = model.draw(memory, batch["present"], batch["frames"][:, :1], 2, torch.Generator().manual_seed(0))
@@ -195,7 +195,7 @@ def test_it_learns_to_act_and_what_actions_do():
     )
     place = FRAMES.index(VIEW)
     errors = [float((each[:, place] - batch["frames"][:, place]).square().mean()) for each in (drawn, shuffled)]
-    assert errors[0] < 0.8 * errors[1]
+    assert errors[0] < 0.3 * errors[1]
     observation = observed(recorded(100, seed=1), 100)
     action = model.act(observation, torch.Generator().manual_seed(0)).actions[:, 0]
     frames = recorded(100, seed=1).observation

@@ -7,8 +7,9 @@ their copies. Every frame attends to the earlier ones, so given some of them the
 the present (policy), the future given the chunk as well (world model), the value given all (value function). Planning
 samples several chunks, futures of each and values of each future, and takes the best chunk.
 
-Different here: the history is the present frame, repeated; images are predicted as changes from it, as the video model
-does; a new embedding per frame says which of the four it is, and another that it is given; no instructions. Axes: N
+Different here: the history is the present frame, repeated; images are predicted as changes from it, and a given chunk
+conditions later frames by the video model's own embedding as well; a new embedding per frame says which of the four it
+is, and another that it is given; no instructions. Axes: N
 rows, G given and D drawn frames, C latent channels, P elements of the robot's state, A action dimension.
 """
 
@@ -329,24 +330,32 @@ class JointVideoPolicy(nn.Module):
     def _network(self, memory: Past, present: Tensor, given: Tensor) -> edm.Network:
         """Return EDM's F over the frames after the `given` ones [N, G, C, height, width]."""
         transformer, count = self.video.transformer, given.shape[1]
+        # All frames stand at the slot of the chunk's last frame: their kind tells them apart.
+        slot = transformer.slots[transformer.history + min(self.config.chunk, transformer.chunk) - 1]
+        unknown = transformer.embedded(
+            present.new_zeros(len(present), 1, self.video.spec.action.size),
+            torch.zeros(len(present), 1, dtype=torch.bool, device=present.device),
+        )
+        effect = self._effect(given[:, 0]) if count else unknown
 
-        def condition(kinds: Tensor, own: Tensor) -> Tensor:
-            # All frames stand at the slot of the next one, with a hidden action: their kind tells them apart.
-            actions = own.new_zeros(len(own), len(kinds), self.video.spec.action.size)
-            hidden = torch.zeros(actions.shape[:2], dtype=torch.bool, device=own.device)
-            same = transformer.slots[transformer.history] + kinds
-            return same + transformer.embedded(actions, hidden) + own[:, None]
+        def condition(first: int, frames: int, own: Tensor) -> Tensor:
+            actions = torch.cat([unknown, effect.expand(-1, len(FRAMES) - 1, -1)], 1)[:, first : first + frames]
+            return slot + self.tags.kinds[first : first + frames] + actions + own[:, None]
 
         if count:  # what is given has no noise: an embedding says so in the place of its level
             tags = self.tags.given.expand(len(given), -1)
-            memory = transformer.extend(memory, given, present, condition(self.tags.kinds[:count], tags))
+            memory = transformer.extend(memory, given, present, condition(0, count, tags))
 
         def network(scaled: Tensor, label: Tensor) -> Tensor:
-            kinds = self.tags.kinds[count : count + scaled.shape[1]]
             level = transformer.level(0.25 + label / 4)
-            return transformer.denoise(scaled, present, condition(kinds, level), memory)
+            return transformer.denoise(scaled, present, condition(count, scaled.shape[1], level), memory)
 
         return network
+
+    def _effect(self, frames: Tensor) -> Tensor:
+        """Return the video model's embedding [N, 1, W] of the chunks in given action frames [N, C, height, width]."""
+        chunks = self._numbers(ACTION, frames).reshape(len(frames), self.config.chunk, -1)
+        return self.video.transformer.embedded(self.video.reader.standard("action", chunks), None)[:, -1:]
 
     def _framed(self, name: str, numbers: Tensor) -> Tensor:
         """Return frames of numbers [N, size], in their units."""
