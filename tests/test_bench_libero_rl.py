@@ -35,7 +35,7 @@ def test_stages_follow_each_other_and_are_run_once(runs, tmp_path):
     config = compose(["bench.seeds=[10]", "bench.only=[demonstrations_10]", "bench.overrides=['online.steps=64000']"])
     figures = libero_rl.benchmark(config, tmp_path)
     verbs = [verb for verb, _ in runs]
-    assert verbs == ["collect", "train", "online", "evaluate", "evaluate", "evaluate"]
+    assert verbs == ["collect", "train", "online", "evaluate", "evaluate"]
     composed = dict(runs)
     assert composed["collect"].collect.episodes == 10
     assert composed["train"].train.data == tmp_path / "collect/demonstrations_10/10/dataset"
@@ -46,8 +46,8 @@ def test_stages_follow_each_other_and_are_run_once(runs, tmp_path):
     for (_, played), suite in zip(runs[3:], libero_rl.SUITES, strict=True):  # judged with exact physics
         assert played.world.name == f"libero/{suite}" and not learning.keys() & played.world.options.keys()
         assert played.evaluate.base == online.online.policy
-    assert libero_rl.benchmark(config, tmp_path) == figures and len(runs) == 6
+    assert libero_rl.benchmark(config, tmp_path) == figures and len(runs) == 5
 
     (table,) = libero_rl.tables(figures)
-    assert len(table.lines) == 6 and all(len(line) == len(table.header) for line in table.lines)
+    assert len(table.lines) == 4 and all(len(line) == len(table.header) for line in table.lines)
     assert table.lines[0][:4] == ["10", "libero_object", "deterministic", "75.0 % (one seed)"]

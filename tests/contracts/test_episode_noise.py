@@ -32,7 +32,7 @@ from robopolicy.training.offline.seeking import SeekingPolicy
 from sims.engine import MujocoWorld
 from sims.experts import NoisyController, noise_level
 from sims.registry import load_task
-from worldmodels.configuration import EnsembleConfig, PlanConfig
+from worldmodels.configuration import EnsembleConfig, JointVideoConfig, PlanConfig, VideoConfig
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.env import ImaginedWorld
 from worldmodels.planning import PlannedPolicy
@@ -162,13 +162,27 @@ def check(policy: Policy, world: Callable[[int], Any], *, draws: bool = True) ->
 
 
 def test_every_registered_kind_is_here():
-    kinds = {name.split(",")[0] for name in MAKERS} | {"lerobot"}
+    kinds = {name.split(",")[0] for name in MAKERS} | {"lerobot", "joint_video"}
     assert {*POLICIES.ours, *LEFT_BEHIND.ours} <= kinds
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_outcome_does_not_depend_on_the_batch_size(name: str):
     check(MAKERS[name](), lambda rows: MujocoWorld(TASK, rows))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("candidates", [1, 2])
+def test_nor_does_that_of_a_policy_that_is_a_video_model(candidates: int):
+    def world(rows: int) -> MujocoWorld:
+        return MujocoWorld(TASK, rows, cameras=("front",), image_size=16)
+
+    recorder = world(8)
+    noisy = NoisyController(TASK.expert(), noise_level("high"), 0, recorder.spec.action)
+    episodes = record(recorder, noisy, np.arange(8))
+    video = VideoConfig(size="tiny", precision="float32")
+    policy = build_policy("joint_video", JointVideoConfig(video=video), recorder.spec, episodes, 0).eval()
+    check(policy.planning(candidates), world)
 
 
 @pytest.mark.long

@@ -148,6 +148,7 @@ READS = {
     Need.CURRENT_SCORES: "current_logp",
     Need.TEACHER_OVERLAP: "teacher_overlap",
     Need.POSITION: "position",
+    Need.GROUP_RATES: "group_rate",
 }
 
 
