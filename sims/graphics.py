@@ -100,8 +100,18 @@ class LookRenderer:
         self._renderer, self._shadows = renderer, shadows
         self._textured: Look | None = None
 
-    def image(self, look: Look, data: mujoco.MjData, view: mujoco.MjvCamera, option: mujoco.MjvOption) -> np.ndarray:
-        """Return uint8 [height, width, 3] of `data`, whose kinematics are computed with the model of `look`."""
+    def image(
+        self,
+        look: Look,
+        data: mujoco.MjData,
+        view: mujoco.MjvCamera,
+        option: mujoco.MjvOption,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Return uint8 [height, width, 3] of `data`, whose kinematics are computed with the model of `look`.
+
+        out: array to draw into, a new one by default.
+        """
         renderer, last = self._renderer, self._textured
         textures = {*look.textures, *(last.textures if last else ())}
         if look is not last and textures:  # the context keeps those of the last image
@@ -112,7 +122,7 @@ class LookRenderer:
         _add_props(renderer.scene, look.props)
         if not self._shadows:
             without_shadows(renderer)
-        return renderer.render()
+        return renderer.render(out=out)
 
     def close(self) -> None:
         """Free the graphics context."""

@@ -62,10 +62,10 @@ class FrameRenderer:
                 data.mocap_quat[:] = markers.quaternion[index]
             mujoco.mj_kinematics(model, data)
             mujoco.mj_camlight(model, data)
-            frames[index] = renderer.image(look, data, view, self._option)
+            renderer.image(look, data, view, self._option, out=frames[index])
         return frames
 
-    def _renderer(self, height: int, width: int) -> "LookRenderer":
+    def _renderer(self, height: int, width: int) -> LookRenderer:
         size = (height, width)
         if size not in self._renderers:
             self._renderers[size] = LookRenderer(open_renderer(self._model, height, width, self))

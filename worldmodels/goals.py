@@ -33,6 +33,11 @@ class ComparesGoals(WorldModel, Protocol):
         ...
 
 
+def comparable_fields_of(model: WorldModel) -> Mapping[str, Field]:
+    """Return the fields in which a goal of `model` may be given, by key."""
+    return model.goal_fields if isinstance(model, ComparesGoals) else model.spec.observation
+
+
 class Goal:
     """What `model` should imagine at a plan's end: one goal for all rows, or one a row.
 
@@ -41,7 +46,7 @@ class Goal:
     """
 
     def __init__(self, model: WorldModel, fields: Mapping[str, Tensor]):
-        comparable_fields = model.goal_fields if isinstance(model, ComparesGoals) else model.spec.observation
+        comparable_fields = comparable_fields_of(model)
         for key, value in fields.items():
             if key not in comparable_fields:
                 raise ConfigError(

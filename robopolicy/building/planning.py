@@ -18,7 +18,7 @@ from robopolicy.training.acting import Acting
 from worldmodels import load_world_model
 from worldmodels.configuration import CANDIDATES, PlanConfig
 from worldmodels.env import ImaginedWorld
-from worldmodels.goals import ComparesGoals, Goal
+from worldmodels.goals import Goal, comparable_fields_of
 from worldmodels.mpc import ModelPredictivePolicy
 from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import Cacheable, DecoderFree, LearnedModel, WorldModel
@@ -74,7 +74,7 @@ def load_goal(config: PlanConfig, model: WorldModel) -> Goal | None:
     """
     if not config.goal:
         return None
-    comparable_fields = model.goal_fields if isinstance(model, ComparesGoals) else model.spec.observation
+    comparable_fields = comparable_fields_of(model)
     fields: dict[str, torch.Tensor] = {}
     for key, value in config.goal.items():
         if isinstance(value, str):

@@ -28,7 +28,6 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.origin import described_origin
 from robopolicy.core.policy import Decision, TensorObservation
-from robopolicy.core.progress import progress
 from robopolicy.core.randomness import normal
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import returns_to_go
@@ -38,8 +37,7 @@ from robopolicy.core.world import Rows
 from robopolicy.nn import edm
 from worldmodels.checkpoint import load_world_model
 from worldmodels.configuration import JointVideoConfig
-from worldmodels.data import structure_in
-from worldmodels.images.model import PART, PartStage
+from worldmodels.images.model import PartStage
 from worldmodels.registry import saved_configuration
 from worldmodels.video.model import VideoModel
 from worldmodels.video.networks import Past
@@ -139,7 +137,7 @@ class JointVideoPolicy(nn.Module):
         starts = torch.arange(episodes.step_count)
         for name, values in (
             (ACTION, self._chunks(episodes, starts)),
-            (POSE, self._poses(episodes)),
+            (POSE, self.video.frame_poses(episodes)),
             (VALUE, self._returns(episodes)[:, None]),
         ):
             low, high = values.min(0).values, values.max(0).values
@@ -165,7 +163,7 @@ class JointVideoPolicy(nn.Module):
             video = self.video.encode_episodes(episodes)
             latents, poses = video.latents, video.poses
         else:
-            latents, poses = self._encoded(episodes), self._poses(episodes)
+            latents, poses = self.video.frame_latents(episodes), self.video.frame_poses(episodes)
         first_frame = torch.arange(episodes.step_count) + episodes.episode_of_step
         steps_left = (episodes.starts + episodes.lengths)[episodes.episode_of_step] - torch.arange(episodes.step_count)
         after = first_frame + steps_left.clamp(max=self.config.chunk)
@@ -310,7 +308,6 @@ class JointVideoPolicy(nn.Module):
                 for name, value in weights.items()
                 if name.startswith(WEIGHTS_OF_VIDEO)
             }
-            structure_in(of_video)  # raises what `restoring` turns into an error of the checkpoint
             video = VideoModel.restore(parts["video"], WorldSpec.from_json(description["spec"]), of_video)
             model = cls(saved_configuration(JointVideoConfig, parts), video)
         return read_weights(model, folder, device, weights).eval()
@@ -379,17 +376,6 @@ class JointVideoPolicy(nn.Module):
             raise DataError("A joint model learns values, but this dataset records no rewards.")
         return returns_to_go(episodes.reward, episodes, self.config.discount)
 
-    @torch.no_grad()
-    def _encoded(self, episodes: Episodes) -> Tensor:
-        """Return the latents [frames, C, height, width] of all frames, scaled as the video model was trained."""
-        frames, parts = [episodes.observation[key] for key in self.video.reader.images], []
-        with progress("Encoding frames", len(frames[0])) as advance:
-            for part in torch.arange(len(frames[0])).split(PART):
-                stacked = torch.cat([view[part] for view in frames], -3)
-                parts.append(self.video._encode(stacked.to(self.view_std.device)).cpu())
-                advance(len(part))
-        return torch.cat(parts)
-
     def _keep_view_std(self, latents: Tensor, present: Tensor, future: Tensor) -> None:
         """Store the root mean square change of every latent channel over a chunk."""
         sums = torch.zeros(latents.shape[1], dtype=torch.float64)
@@ -397,12 +383,6 @@ class JointVideoPolicy(nn.Module):
             sums += (latents[after] - latents[before]).square().double().sum((0, 2, 3))
         mean = sums / (len(present) * latents[0, 0].numel())
         self.view_std.copy_(mean.sqrt().clamp_min(1e-6)[:, None, None])
-
-    def _poses(self, episodes: Episodes) -> Tensor:
-        """Return the standardised robot states [frames, P] of all frames."""
-        reader = self.video.reader
-        frames = {key: value[None] for key, value in episodes.observation.items()}
-        return reader.poses(reader.vector(frames, slice(None))[0])
 
     def _pose(self, observation: TensorObservation, rows: int) -> Tensor:
         """Return the standardised robot state [N, P] of an observation; zeros where the world has none."""

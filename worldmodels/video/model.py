@@ -157,26 +157,18 @@ class VideoModel(ImageModel[VideoConfig]):
     def encode_episodes(self, episodes: Episodes) -> LatentVideo:
         """Encode all frames of `episodes`; sets the statistics that normalise latents and their changes."""
         reader, coder = self.reader, self.autoencoder
-        frames = [episodes.observation[key] for key in reader.images]
-        parts = []
         # With mean 0 and deviation 1 `encode` returns raw latents, from which the statistics are taken.
         coder.mean.zero_()
         coder.std.fill_(1.0)
-        with progress("Encoding frames", len(frames[0])) as advance:
-            for part in torch.arange(len(frames[0])).split(PART):
-                stacked = torch.cat([view[part] for view in frames], -3)
-                parts.append(self._encode(stacked.to(self.change_std.device)).cpu())
-                advance(len(part))
-        latents = torch.cat(parts)
+        latents = self.frame_latents(episodes)
         coder.mean.copy_(latents.mean((0, 2, 3)))
         coder.std.copy_(latents.std((0, 2, 3), correction=0).clamp_min(1e-6))
         latents = (latents - coder.mean.cpu()[:, None, None]) / coder.std.cpu()[:, None, None]
-        states = reader.vector({key: value[None] for key, value in episodes.observation.items()}, slice(None))[0]
         # An action stands at the frame that it led to. An episode has one frame more than steps, so frames of later
         # episodes are further on; at first frames zero stays.
         shifted = torch.zeros(len(latents), episodes.actions.shape[1])
         shifted[torch.arange(episodes.step_count) + episodes.episode_of_step + 1] = episodes.actions
-        video = LatentVideo.of(episodes, latents, reader.poses(states), reader.standard("action", shifted))
+        video = LatentVideo.of(episodes, latents, self.frame_poses(episodes), reader.standard("action", shifted))
         steps = (video.first < torch.arange(len(latents))).nonzero()[:, 0]
         change = torch.zeros(len(coder.mean), dtype=torch.float64)
         for part in steps.split(2048):
@@ -186,6 +178,22 @@ class VideoModel(ImageModel[VideoConfig]):
         each = len(steps) * latents[0, 0].numel()
         self.change_std.copy_((change / each).sqrt().clamp_min(1e-6))
         return video
+
+    @torch.no_grad()
+    def frame_latents(self, episodes: Episodes) -> Tensor:
+        """Return the latents [frames, C, height, width] of all frames of `episodes`, with the present statistics."""
+        frames, parts = [episodes.observation[key] for key in self.reader.images], []
+        with progress("Encoding frames", len(frames[0])) as advance:
+            for part in torch.arange(len(frames[0])).split(PART):
+                stacked = torch.cat([view[part] for view in frames], -3)
+                parts.append(self._encode(stacked.to(self.change_std.device)).cpu())
+                advance(len(part))
+        return torch.cat(parts)
+
+    def frame_poses(self, episodes: Episodes) -> Tensor:
+        """Return the standardised robot states [frames, P] of all frames of `episodes`."""
+        frames = {key: value[None] for key, value in episodes.observation.items()}
+        return self.reader.poses(self.reader.vector(frames, slice(None))[0])
 
     def _imagine_frames(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
         """Return frames [n, 3, height, width, 3] before, at and after `steps`, as imagined, to train the readout.
