@@ -2,7 +2,8 @@
 
 All arms of a task start from the same official initial state, take the same actions and alternate in one process. Times
 are CPU seconds of this process, so that load on the machine does not decide. LIBERO draws its two cameras in every
-control step; ours are drawn once per action chunk, in LIBERO's look and in the lighter default.
+control step; ours are drawn once per action chunk, in LIBERO's look and in the lighter default. Worlds of several rows
+share one model per process; those over worker processes count the CPU seconds of the workers too.
 """
 
 import statistics
@@ -25,11 +26,13 @@ from sims.suites.libero_suite import make_libero_world
 TASKS = ("libero_object:0", "libero_spatial:0", "libero_goal:0")
 STEPS, DRAWN_STEPS = 48, 8
 """Control steps of one measurement, without and with cameras."""
-CHUNK, ROWS = 8, 4
-"""Control steps of an action chunk, and rows of a world."""
+CHUNK, WORKERS = 8, 2
+"""Control steps of an action chunk, and processes of a world that has some."""
+ROWS = {1: 48, 16: 16, 64: 8}
+"""Rows of a world -> control steps of one measurement."""
 SIZE = 128
 """Side of an image in pixels, LIBERO's own default."""
-OWN, WORLD = "LIBERO's own", f"ours, exact, world of {ROWS} rows"
+OWN = "LIBERO's own"
 EXACT, SLEEPING = "ours, exact", "ours, sleeping"
 OWN_DRAWN = f"{OWN}, two cameras"
 ORIGINAL_DRAWN, LIGHT_DRAWN = f"{EXACT}, two cameras, original look", f"{SLEEPING}, two cameras, light look"
@@ -40,6 +43,11 @@ TIMES = {
     "light look, sleeping, once per chunk / LIBERO's own with cameras": (LIGHT_DRAWN, OWN_DRAWN, None),
 }
 """Ratio -> faster arm, slower arm, and the target."""
+
+
+def world_of(rows: int, workers: int) -> str:
+    """Return the name of the arm of a world."""
+    return f"{SLEEPING}, world of {rows} row{'s' * (rows > 1)}" + (f" over {workers} processes" if workers else "")
 
 
 def actions_of(steps: int) -> np.ndarray:
@@ -102,19 +110,29 @@ def our_arm(name: str, sleep: bool, look: str | None = None) -> Measure:
     return lambda: timed(start, step, STEPS if look is None else DRAWN_STEPS)
 
 
-def world_arm(name: str) -> Measure:
-    """Measure a world of several rows in this process."""
-    world = make_libero_world(name, ROWS, terminate_on_success=False)
+def world_arm(name: str, rows: int, workers: int) -> Measure:
+    """Measure a world of several rows with sleeping bodies, in this process or over `workers`, per row."""
+    world = make_libero_world(name, rows, sleep=True, workers=workers, terminate_on_success=False)
+    steps = ROWS[rows]
+    chunks = np.broadcast_to(actions_of(steps).reshape(-1, 1, CHUNK, 7), (steps // CHUNK, rows, CHUNK, 7))
 
     def arm() -> float:
-        world.reset(seeds=np.arange(ROWS))
-        chunks = np.broadcast_to(actions_of(STEPS).reshape(-1, 1, CHUNK, 7), (STEPS // CHUNK, ROWS, CHUNK, 7))
-        begin = time.process_time()
+        world.reset(seeds=np.arange(rows))
+        begin = cpu_seconds()
         for chunk in chunks:
             world.step(chunk)
-        return (time.process_time() - begin) / (STEPS * ROWS)
+        return (cpu_seconds() - begin) / (steps * rows)
 
     return arm
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and its children so far."""
+    import psutil
+
+    this = psutil.Process()
+    times = [each.cpu_times() for each in (this, *this.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
 
 
 def arms_of(name: str) -> dict[str, Measure]:
@@ -123,7 +141,7 @@ def arms_of(name: str) -> dict[str, Measure]:
         OWN: own_arm(name, False),
         EXACT: our_arm(name, False),
         SLEEPING: our_arm(name, True),
-        WORLD: world_arm(name),
+        **{world_of(rows, workers): world_arm(name, rows, workers) for workers in (0, WORKERS) for rows in ROWS},
         OWN_DRAWN: own_arm(name, True),
         ORIGINAL_DRAWN: our_arm(name, False, ORIGINAL),
         LIGHT_DRAWN: our_arm(name, True, LIGHT),
