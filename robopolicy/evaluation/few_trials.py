@@ -10,7 +10,7 @@ Student's t on residuals fails. Axes: n trial, N episode in the model.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from robopolicy.core.errors import DataError
+from robopolicy.evaluation.ranking import spearman
 from robopolicy.evaluation.wilson import wilson
 
 if TYPE_CHECKING:
@@ -111,6 +112,100 @@ def calibrated(
         paired = imagined.success[[place_of[int(seed)] for seed in real.seeds]]
         rates[name] = calibrated_rate(real.success, paired, imagined.success)
     return rates
+
+
+COUNTS = (5, 10, 20, 50, 100)
+"""Trials per policy in `savings`."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Rates from so many trials per policy, alone and with the model, against those of all real episodes.
+
+    error: mean absolute; order: Spearman with the real rates, NaN where undefined; covered: fraction of the intervals
+    with the model that hold the real rate; worth: trials alone with an interval as wide, median.
+    """
+
+    trials: int
+    error_alone: float
+    error: float
+    order_alone: float
+    order: float
+    covered: float
+    worth: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary, null for NaN."""
+        return {name: None if value != value else value for name, value in asdict(self).items()}
+
+
+def savings(
+    real: "Mapping[str, EvaluationResult]",
+    model: "Mapping[str, EvaluationResult]",
+    generator: np.random.Generator,
+    draws: int = 100,
+) -> list[Saving]:
+    """Return what trials alone and trials with the model would have said of all policies, for each of `COUNTS`.
+
+    Every draw resamples the episodes, jointly for all policies and both worlds; the first n are the trials, and the
+    real rate is that of all episodes. Policies must have been played from the same starts in both worlds; otherwise, or
+    without episodes for the smallest count, there is nothing to say: an empty list.
+    """
+    names = list(real)
+    seeds = np.sort(real[names[0]].seeds)
+    results = [each[name] for each in (real, model) for name in names]
+    if any(not np.array_equal(np.sort(each.seeds), seeds) for each in results):
+        return []
+    success = np.stack([each.success[np.argsort(each.seeds)] for each in results]).astype(bool)
+    truth, imagined = success[: len(names)], success[len(names) :]
+    rates = truth.mean(1)
+    found: list[Saving] = []
+    for count in (count for count in COUNTS if count <= len(seeds)):
+        alone, combined = np.empty((draws, len(names))), np.empty((draws, len(names)))
+        covered, worth = np.empty((draws, len(names)), dtype=bool), np.empty((draws, len(names)))
+        for draw in range(draws):
+            drawn = generator.integers(len(seeds), size=len(seeds))
+            alone[draw] = truth[:, drawn[:count]].mean(1)
+            for index in range(len(names)):
+                model_outcomes = imagined[index, drawn]
+                each = calibrated_rate(truth[index, drawn[:count]], model_outcomes[:count], model_outcomes)
+                combined[draw, index] = each.value
+                covered[draw, index] = each.low <= rates[index] <= each.high
+                worth[draw, index] = each.worth
+        found.append(
+            Saving(
+                trials=count,
+                error_alone=float(np.abs(alone - rates).mean()),
+                error=float(np.abs(combined - rates).mean()),
+                order_alone=_order(alone, rates),
+                order=_order(combined, rates),
+                covered=float(covered.mean()),
+                worth=float(np.median(worth)),
+            )
+        )
+    return found
+
+
+def savings_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and lines of a table of `Saving`s."""
+    header = ["trials per policy", "error alone", "error with the model", "order alone", "order with the model"]
+    lines = [
+        [
+            str(row["trials"]),
+            *(f"{100 * row[name]:.1f} points" for name in ("error_alone", "error")),
+            *("undefined" if row[name] is None else f"{row[name]:.3f}" for name in ("order_alone", "order")),
+            f"{row['covered']:.1%}",
+            f"{row['worth']:.0f} trials",
+        ]
+        for row in rows
+    ]
+    return [*header, "95 % intervals that hold", "worth"], lines
+
+
+def _order(estimates: np.ndarray, rates: np.ndarray) -> float:
+    """Return the mean Spearman correlation of estimates [draws, policies] with the rates, over draws that have one."""
+    orders = spearman(np.broadcast_to(rates, estimates.shape), estimates)
+    return float(orders[np.isfinite(orders)].mean()) if np.isfinite(orders).any() else math.nan
 
 
 def _rate(outcomes: np.ndarray, confidence: float) -> tuple[float, float, float]:

@@ -14,7 +14,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_errors, read_object, read_text, write_atomic, write_json
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.classifier_page import classifier_cards, classifier_sections, supplied_section
-from robopolicy.evaluation.few_trials import CalibratedRate
+from robopolicy.evaluation.few_trials import CalibratedRate, savings_rows
 from robopolicy.evaluation.intervals import plus_minus
 from robopolicy.evaluation.plots import Rate
 from robopolicy.evaluation.tables import (
@@ -484,6 +484,15 @@ def _add_rankings(report: Report, models: Mapping[str, Mapping[str, Any]]) -> No
             "many trials alone would be as precise. A biased model biases nothing."
         )
         report.sections.append(Section("Success from few trials", caption, header=header, rows=rows))
+    for name, result in models.items():
+        if result.get("savings"):
+            header, rows = savings_rows(result["savings"])
+            caption = (
+                "Resampled from the episodes played: error of the policies' rates and Spearman correlation with their "
+                "order, from the first trials alone and with all episodes in the model. Worth: how many trials alone "
+                "have an interval as wide, median."
+            )
+            report.sections.append(Section(f"Few trials, with {name}", caption, header=header, rows=rows))
 
 
 def _add_detectors(report: Report, result: Mapping[str, Any]) -> None:

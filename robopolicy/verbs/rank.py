@@ -5,8 +5,8 @@ model. Give checkpoints of independently trained policies, from robopolicy or Le
 scripted expert (or collect.controller) at several noise levels is ranked with them unless rank.noise=[].
 rank.models=[A,B,...], of any kinds, defaults to the output of `worldmodel` with the same name and seed. rank.trials=20
 plays only so many episodes in the simulator and estimates success from them and the model's episodes together, with an
-interval, and says how many trials alone would do as well. rank.variations=[colour,mass] repeats the ranking under one
-factor of variation of the scene after another.
+interval, and says how many trials alone would do as well; without it, a table says what few trials would have said.
+rank.variations=[colour,mass] repeats the ranking under one factor of variation of the scene after another.
 workers.count=N plays batches of world.batch_size episodes in N processes, with equal results.
 """
 
@@ -25,7 +25,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive_seed, numpy_generator
 from robopolicy.core.world import Controller, World
-from robopolicy.evaluation.few_trials import calibrated
+from robopolicy.evaluation.few_trials import calibrated, savings, savings_rows
 from robopolicy.evaluation.ranking import RankingResult, rank
 from robopolicy.evaluation.report import agreement, calibrated_table, report_for_run, varied_agreement
 from robopolicy.evaluation.success import Evaluation, EvaluationResult, evaluate_policy, require_success
@@ -47,6 +47,8 @@ SIMULATOR = "simulator"
 """Name of the world that models are compared with."""
 BOOTSTRAP = "rank/bootstrap"
 """Name of the random numbers of the intervals."""
+FEW = "rank/few_trials"
+"""Name of the random numbers that choose few trials."""
 
 
 def run(config: Config) -> int:
@@ -86,6 +88,13 @@ def run(config: Config) -> int:
             rates = calibrated(scores[SIMULATOR], scores[name])
             figures[name]["calibrated"] = {policy: rate.to_json() for policy, rate in rates.items()}
         print_table(f"Success from {config.rank.trials} trials and the model", *calibrated_table(figures))
+    else:
+        for name in models:
+            generator = numpy_generator(config.run.seed, FEW)
+            rows = [each.to_json() for each in savings(scores[SIMULATOR], scores[name], generator)]
+            figures[name]["savings"] = rows
+            if rows:
+                print_table(f"What few trials would have said, alone and with {name}", *savings_rows(rows))
     finish(config, folder, {"models": figures})
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0

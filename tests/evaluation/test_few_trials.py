@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from robopolicy.core.errors import DataError
-from robopolicy.evaluation.few_trials import calibrated_rate
+from robopolicy.evaluation.few_trials import calibrated_rate, savings
 from robopolicy.evaluation.intervals import wilson
+from robopolicy.evaluation.success import EvaluationResult
 
 
 @pytest.mark.checks("MFRL-quadrotor")
@@ -52,3 +53,30 @@ def test_many_trials_are_worth_what_the_correlation_says():
     rate = calibrated_rate(truth[:trials], imagined[:trials], imagined)
     assert rate.correlation == pytest.approx(0.8, abs=0.05)
     assert rate.worth == pytest.approx(trials / (1 - rate.correlation**2 * (1 - trials / episodes)), rel=0.02)
+
+
+def evaluated(success: np.ndarray, seeds: np.ndarray) -> EvaluationResult:
+    zeros = np.zeros(len(seeds))
+    return EvaluationResult(
+        "world", seeds, success, zeros, zeros.astype(int), zeros.astype(bool), deterministic=True, seconds=0.0, steps=0
+    )
+
+
+def test_few_trials_with_a_model_that_agrees_order_policies_as_well_as_more_trials_alone():
+    draws, seeds = np.random.default_rng(0), np.arange(200)
+    hard = draws.random(200)  # the same starts are hard for all
+    truth = {name: evaluated(hard < rate, seeds) for name, rate in {"a": 0.3, "b": 0.5, "c": 0.8}.items()}
+    perfect = savings(truth, truth, np.random.default_rng(1), draws=20)
+    assert [each.trials for each in perfect] == [5, 10, 20, 50, 100]
+    assert all(each.order >= each.order_alone for each in perfect)
+    assert all(each.order > 0.999 for each in perfect if each.trials >= 20)  # fewer may all end alike
+    assert all(each.error < each.error_alone for each in perfect)
+    shuffled = seeds[::-1].copy()  # episodes may be kept in any order
+    turned = {name: evaluated(each.success[shuffled], shuffled) for name, each in truth.items()}
+    assert savings(truth, turned, np.random.default_rng(1), draws=20) == perfect
+    silent = {name: evaluated(np.ones(200, dtype=bool), seeds) for name in truth}
+    for each in savings(truth, silent, np.random.default_rng(1), draws=20):  # a model that says nothing adds nothing
+        assert (each.error, each.worth) == pytest.approx((each.error_alone, each.trials))
+        assert each.covered > 0.85  # of 60 draws
+    other = {name: evaluated(each.success, seeds + 1) for name, each in truth.items()}
+    assert savings(truth, other, np.random.default_rng(1)) == []  # other starts: nothing is paired
