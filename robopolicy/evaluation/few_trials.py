@@ -145,7 +145,7 @@ def savings(
     generator: np.random.Generator,
     draws: int = 100,
 ) -> list[Saving]:
-    """Return what trials alone and trials with the model would have said of all policies, for each of `COUNTS`.
+    """Return the error and order of all policies' rates from trials alone and with the model, for each of `COUNTS`.
 
     Every draw resamples the episodes, jointly for all policies and both worlds; the first n are the trials, and the
     real rate is that of all episodes. Policies must have been played from the same starts in both worlds; otherwise, or
