@@ -120,7 +120,7 @@ COUNTS = (5, 10, 20, 50, 100)
 
 @dataclass(frozen=True)
 class Saving:
-    """Rates from so many trials per policy, alone and with the model, against those of all real episodes.
+    """Rates from a number of trials per policy, alone and with the model, against those of all real episodes.
 
     error: mean absolute; order: Spearman with the real rates, NaN where undefined; covered: fraction of the intervals
     with the model that hold the real rate; worth: trials alone with an interval as wide, median.
