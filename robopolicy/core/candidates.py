@@ -1,15 +1,52 @@
 """Best-of-N sampling of action chunks, shared by planning with a world model and selection by a critic."""
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import DataError
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import Decision, Policy, TensorObservation
+from robopolicy.core.returns import returns_to_go
+from robopolicy.core.world import Rows
 
 ScoreCandidates = Callable[[TensorObservation, Tensor], Tensor]
 """Function (observations [B * N, H, ...], chunks [B * N, C, A] in world units) -> scores [B, N], higher is better."""
+
+
+class PlansOverCandidates:
+    """Base of policies that choose among `config.candidates` chunks by sampled values, without memory or instructions."""
+
+    config: Any
+
+    def planning(self, candidates: int) -> Self:
+        """Return this model with shared weights that plans over N candidate chunks; 1 disables planning."""
+        other = copy.copy(self)
+        other.config = replace(self.config, candidates=candidates)
+        return other
+
+    def without_planning(self) -> Self | None:
+        """Return the same model without planning; None if it does not plan."""
+        return self.planning(1) if self.config.candidates > 1 else None
+
+    @property
+    def reads_instructions(self) -> bool:
+        """Whether actions depend on the instruction."""
+        return False
+
+    def reset(self, rows: Rows = None) -> None:
+        """No memory to clear for any rows [R]."""
+
+    def recorded_returns(self, episodes: Episodes) -> Tensor:
+        """Return the discounted returns [steps] of recorded steps; raises DataError if there are no rewards."""
+        if episodes.reward is None:
+            raise DataError("A joint model learns values, but this dataset records no rewards.")
+        return returns_to_go(episodes.reward, episodes, self.config.discount)
 
 
 def best_of(

@@ -9,16 +9,14 @@ transformer, and states are the world's vector fields (no images). Axes: N row, 
 action dimension, n or M rows of a training batch.
 """
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.candidates import AGGREGATED
+from robopolicy.core.candidates import AGGREGATED, PlansOverCandidates
 from robopolicy.core.checkpoints import read_weights, require_format, restoring, write_checkpoint
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
@@ -26,12 +24,10 @@ from robopolicy.core.origin import described_origin
 from robopolicy.core.policy import Decision, TensorObservation
 from robopolicy.core.randomness import normal
 from robopolicy.core.regression import Regression
-from robopolicy.core.returns import returns_to_go
 from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import PolicySpec, WorldSpec, validate_observation
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.vectors import StateVector
-from robopolicy.core.world import Rows
 from robopolicy.nn import edm
 from robopolicy.nn.blocks import TimeEmbedding
 from robopolicy.policies.configuration import FUTURES, JointConfig
@@ -44,7 +40,7 @@ ROLES = {"policy": (STATE,), "world": (STATE, ACTION), "value": (STATE, ACTION, 
 """Role -> frames that it is conditioned on; all other frames are sampled."""
 
 
-class JointModel(nn.Module):
+class JointModel(PlansOverCandidates, nn.Module):
     """A `Policy` that also predicts futures and values of its actions; create it with `build` or `load_policy`.
 
     It is not a `ScoredPolicy`: samples of an ODE have no tractable density here, so it plans instead of being
@@ -113,7 +109,7 @@ class JointModel(nn.Module):
         all_steps = torch.arange(episodes.step_count)
         count = round(config.policy_fraction * config.batch_size)
         role_count = max(1, (config.batch_size - count) // 2)
-        data, returns = SequenceData(episodes, self.state_vector.keys), self._returns(episodes)
+        data, returns = SequenceData(episodes, self.state_vector.keys), self.recorded_returns(episodes)
         while True:
             batch: dict[str, Any] = {}
             for role, rows, size in (
@@ -170,18 +166,7 @@ class JointModel(nn.Module):
         best = scores.argmax(1) + torch.arange(len(state), device=scores.device) * config.candidates
         return action[best], scores
 
-    def planning(self, candidates: int) -> Self:
-        """Return this model with shared weights that plans over N candidate chunks; 1 disables planning."""
-        other = copy.copy(self)
-        other.config = replace(self.config, candidates=candidates)
-        return other
-
     # -- Policy --------------------------------------------------------------------------------------------------
-
-    @property
-    def reads_instructions(self) -> bool:
-        """Whether actions depend on the instruction."""
-        return False
 
     @property
     def spec(self) -> PolicySpec:
@@ -210,9 +195,6 @@ class JointModel(nn.Module):
         )
         return Decision(actions.clamp(low, high))
 
-    def reset(self, rows: Rows = None) -> None:
-        """No memory to clear for any rows [R]."""
-
     def save(self, folder: Path) -> None:
         """Write a checkpoint atomically."""
         description = {"kind": SAVED_KIND, "spec": self.world.to_json(), "model": {"config": to_plain(self.config)}}
@@ -226,10 +208,6 @@ class JointModel(nn.Module):
             config = from_plain(JointConfig, description["model"]["config"], "config")
             model = cls(config, WorldSpec.from_json(description["spec"]))
         return read_weights(model, folder, device).eval()
-
-    def without_planning(self) -> Self | None:
-        """Return the same model without planning; None if it does not plan."""
-        return self.planning(1) if self.config.candidates > 1 else None
 
     # -- frames --------------------------------------------------------------------------------------------------
 
@@ -253,14 +231,8 @@ class JointModel(nn.Module):
 
         return network
 
-    def _returns(self, episodes: Episodes) -> Tensor:
-        """Return the discounted returns [steps] of recorded steps; raises DataError if there are no rewards."""
-        if episodes.reward is None:
-            raise DataError("A joint model learns values, but this dataset records no rewards.")
-        return returns_to_go(episodes.reward, episodes, self.config.discount)
-
     def _frames(self, episodes: Episodes, rows: Tensor) -> dict[str, Tensor]:
-        return self._cut(SequenceData(episodes, self.state_vector.keys), self._returns(episodes), rows)
+        return self._cut(SequenceData(episodes, self.state_vector.keys), self.recorded_returns(episodes), rows)
 
     def _cut(self, data: SequenceData, returns: Tensor, rows: Tensor) -> dict[str, Tensor]:
         """Return the frames of chunks that start at steps `rows` [M]; after the end of an episode its last frame is

@@ -13,7 +13,6 @@ is, and another that it is given; no instructions. Axes: N
 rows, G given and D drawn frames, C latent channels, P elements of the robot's state, A action dimension.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,18 +21,16 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.candidates import AGGREGATED
+from robopolicy.core.candidates import AGGREGATED, PlansOverCandidates
 from robopolicy.core.checkpoints import load_weights, read_weights, require_format, restoring, write_checkpoint
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import described_origin
 from robopolicy.core.policy import Decision, TensorObservation
 from robopolicy.core.randomness import normal
 from robopolicy.core.regression import Regression
-from robopolicy.core.returns import returns_to_go
 from robopolicy.core.spec import STATE, PolicySpec, WorldSpec, validate_observation
 from robopolicy.core.structured import to_plain
-from robopolicy.core.world import Rows
 from robopolicy.nn import edm
 from worldmodels.checkpoint import load_world_model
 from worldmodels.configuration import JointVideoConfig
@@ -79,7 +76,7 @@ class FrameTags(nn.Module):
         self.given = nn.Parameter(0.02 * torch.randn(width))
 
 
-class JointVideoPolicy(nn.Module):
+class JointVideoPolicy(PlansOverCandidates, nn.Module):
     """A `Policy` that also imagines futures and values of its actions; create it with `build` or `load_policy`.
 
     It reads the cameras and `observation.state`. It is trained in stages (`Staged`) on data with rewards: the policy on
@@ -138,7 +135,7 @@ class JointVideoPolicy(nn.Module):
         for name, values in (
             (ACTION, self._chunks(episodes, starts)),
             (POSE, self.video.frame_poses(episodes)),
-            (VALUE, self._returns(episodes)[:, None]),
+            (VALUE, self.recorded_returns(episodes)[:, None]),
         ):
             low, high = values.min(0).values, values.max(0).values
             getattr(self, f"{name}_low").copy_(low)
@@ -168,7 +165,7 @@ class JointVideoPolicy(nn.Module):
         steps_left = (episodes.starts + episodes.lengths)[episodes.episode_of_step] - torch.arange(episodes.step_count)
         after = first_frame + steps_left.clamp(max=self.config.chunk)
         self._keep_view_std(latents, first_frame, after)
-        returns, success = self._returns(episodes), episodes.success
+        returns, success = self.recorded_returns(episodes), episodes.success
         imitated = torch.ones(len(episodes), dtype=torch.bool) if success is None or not success.any() else success
         rows_of = {
             "policy": imitated[episodes.episode_of_step].nonzero()[:, 0],
@@ -234,18 +231,7 @@ class JointVideoPolicy(nn.Module):
         )
         return chunks[torch.arange(len(pose)), scores.argmax(1), 0], scores
 
-    def planning(self, candidates: int) -> Self:
-        """Return this model with shared weights that plans over N candidate chunks; 1 disables planning."""
-        other = copy.copy(self)
-        other.config = replace(self.config, candidates=candidates)
-        return other
-
     # -- Policy --------------------------------------------------------------------------------------------------
-
-    @property
-    def reads_instructions(self) -> bool:
-        """Whether actions depend on the instruction."""
-        return False
 
     @property
     def spec(self) -> PolicySpec:
@@ -281,13 +267,6 @@ class JointVideoPolicy(nn.Module):
         action = self.video.spec.action
         low, high = (torch.as_tensor(bound, device=device) for bound in (action.low, action.high))
         return Decision(flat.reshape(len(flat), self.config.chunk, -1).clamp(low, high))
-
-    def reset(self, rows: Rows = None) -> None:
-        """No memory to clear for any rows [R]."""
-
-    def without_planning(self) -> Self | None:
-        """Return the same model without planning; None if it does not plan."""
-        return self.planning(1) if self.config.candidates > 1 else None
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint atomically, with the video model in it."""
@@ -369,12 +348,6 @@ class JointVideoPolicy(nn.Module):
         last = (episodes.starts + episodes.lengths - 1)[episodes.episode_of_step[steps]]
         index = (steps[:, None] + torch.arange(self.config.chunk)).minimum(last[:, None])
         return episodes.actions[index].flatten(1)
-
-    def _returns(self, episodes: Episodes) -> Tensor:
-        """Return the discounted returns [steps]; raises DataError if there are no rewards."""
-        if episodes.reward is None:
-            raise DataError("A joint model learns values, but this dataset records no rewards.")
-        return returns_to_go(episodes.reward, episodes, self.config.discount)
 
     def _keep_view_std(self, latents: Tensor, present: Tensor, future: Tensor) -> None:
         """Store the root mean square change of every latent channel over a chunk."""
