@@ -20,7 +20,7 @@ ScoreCandidates = Callable[[TensorObservation, Tensor], Tensor]
 
 
 class PlansOverCandidates:
-    """Base of policies that choose among `config.candidates` chunks by sampled values, without memory or instructions."""
+    """Base of policies without memory or instructions that choose among `config.candidates` chunks by their values."""
 
     config: Any
 
