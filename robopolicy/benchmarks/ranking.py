@@ -65,7 +65,7 @@ than improving one: on pick_place more than twice the recipe's training.
 """
 
 RANKED = {
-    "latent_ensemble": ("world.imagination.success=state", "world.imagination.debounce=2"),
+    "latent_ensemble": ("world.imagination.success=state",),
     "video": ("rank.episodes=64",),
 }
 """Settings of `rank` by kind: policies of states act on the readout of latents, and its distance to the goal decides;
