@@ -35,8 +35,9 @@ from robopolicy.core.spec import (
 )
 from robopolicy.core.stages import Stage
 from robopolicy.core.world import Rows, Snapshot, Step
+from sims.composed import outcome_of
 from sims.graphics import FREE_CAMERA
-from sims.instructions import PLAIN, TRAINING, instruction_set
+from sims.instructions import COMPOSED, PLAIN, TRAINING, instruction_set
 from sims.physics.protocol import Physics, PhysicsOfModels, make_physics, state_layout
 from sims.render import FrameRenderer, restyle
 from sims.task import Markers, Readings, Task, model_path
@@ -106,7 +107,8 @@ class MujocoWorld:
         arguments = {name: value for name, value in locals().items() if name != "batch_size"}
         require_types(MujocoWorld, arguments, "world.options.")
         self.substeps = task.substeps if substeps is None else substeps
-        horizon = task.horizon if horizon is None else horizon
+        if horizon is None:  # two instructions in a row have the time of both
+            horizon = task.horizon * (2 if instructions == COMPOSED else 1)
         require_sizes(batch_size=batch_size, history=history, substeps=self.substeps, horizon=horizon)
         for camera in cameras:
             if camera not in task.cameras:
@@ -269,6 +271,8 @@ class MujocoWorld:
         own_arrays = {"state": state, "control": control, "goal": goal}
         if self._variation:
             own_arrays[OPTION] = seeds
+        if self._wording.then is not None:
+            own_arrays["reached"] = np.zeros(count, dtype=bool)
         self._episodes.start(index, {**observed, **images}, instruction=instruction, own=own_arrays)
 
     def step(self, actions: np.ndarray) -> Step:
@@ -300,11 +304,18 @@ class MujocoWorld:
         path = episodes.extended_history(index, observed)
         # Potentials [R, C + 1]: the frame before the chunk, then the chunk's own; their differences are the rewards.
         newest = {key: np.ascontiguousarray(value[:, self._history - 1 :]) for key, value in path.items()}
-        instructed = {TASK: self._wording.meant(arrays["instruction"][index])[:, None]}
-        potential = task.potential(newest | instructed).astype(np.float64)
-        advanced = episodes.advance(index, task.succeeded(observed | instructed))
+        texts = arrays["instruction"][index]
+        reached: np.ndarray | None = None
+        if self._wording.then is None:
+            instructed = {TASK: self._wording.meant(texts)[:, None]}
+            gain = np.diff(task.potential(newest | instructed).astype(np.float64), axis=1)
+            success = task.succeeded(observed | instructed)
+        else:
+            parts = self._wording.meant(texts), self._wording.meant_second(texts)
+            gain, success, reached = outcome_of(task, newest, *parts, arrays["reached"][index])
+        advanced = episodes.advance(index, success)
 
-        rewards = {"progress": np.diff(potential, axis=1) * advanced.live, "success": advanced.first.astype(np.float64)}
+        rewards = {"progress": gain * advanced.live, "success": advanced.first.astype(np.float64)}
         trace = episodes.trace(index, observed, advanced.length)
         images = self._image_history(index, states, goal, seeds, advanced.length)
         episodes.update_history(index, path, advanced.length)
@@ -313,6 +324,8 @@ class MujocoWorld:
         final = (np.arange(len(states)), advanced.length - 1)
         arrays["state"][index] = states[final]
         arrays["control"][index] = control[final]
+        if reached is not None:
+            arrays["reached"][index] = reached[final]
         spread = {name: episodes.scatter(index, value) for name, value in rewards.items()}
         return episodes.step(trace, spread, episodes.scatter(index, advanced.live))
 

@@ -14,13 +14,15 @@ from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.spec import TASK, Observation
 from robopolicy.core.world import Controller, Rows, begin_episodes
+from sims.composed import text_of
 from sims.task import Task
 
 TRAINING = "training"
 HELD_OUT = "held_out"
 ALL = "all"
+COMPOSED = "composed"
 PLAIN, PARAPHRASED = "plain", "paraphrased"
-INSTRUCTIONS, PHRASINGS = (TRAINING, HELD_OUT, ALL), (PLAIN, PARAPHRASED, ALL)
+INSTRUCTIONS, PHRASINGS = (TRAINING, HELD_OUT, ALL, COMPOSED), (PLAIN, PARAPHRASED, ALL)
 
 
 @dataclass(frozen=True)
@@ -28,22 +30,30 @@ class InstructionSet:
     """Texts of a world's instructions.
 
     texts: [T]; goals: for each text, the index of the task's instruction with the same meaning, [T]; plain: the task's
-    own instructions [G].
+    own instructions [G]; then: for composed texts, the index of the instruction that comes second, [T].
     """
 
     texts: tuple[str, ...]
     goals: np.ndarray
     plain: tuple[str, ...]
+    then: np.ndarray | None = None
 
     def meant(self, text: np.ndarray) -> np.ndarray:
         """Return the plain instructions, [...] str, of texts given by index [...] int."""
         return np.asarray(self.plain)[self.goals[text]]
+
+    def meant_second(self, text: np.ndarray) -> np.ndarray:
+        """Return the plain instructions, [...] str, that come second in composed texts given by index [...] int."""
+        assert self.then is not None
+        return np.asarray(self.plain)[self.then[text]]
 
     def drawn(self, goal: np.ndarray | None, numbers: np.ndarray) -> np.ndarray:
         """Sample text indices [R] from numbers [R, 2] in [0, 1): first the instruction, then its wording.
 
         goal: [R] instructions sampled by the task itself, as indices; used where this world offers them.
         """
+        if self.then is not None:
+            return (numbers[:, 0] * len(self.texts)).astype(np.int64)
         goals = np.unique(self.goals)
         goal_of_row = goals[(numbers[:, 0] * len(goals)).astype(np.int64)]
         if goal is not None:
@@ -56,12 +66,15 @@ class InstructionSet:
 def instruction_set(task: Task, instructions: str = TRAINING, phrasing: str = PLAIN) -> InstructionSet:
     """Return the texts of a world of `task`.
 
-    instructions: the training ones, the held-out ones, or all; phrasing: plain, paraphrases, or both. Raises
-    ConfigError on other names, when there is nothing of that kind, and on a task with inconsistent texts.
+    instructions: the training ones, the held-out ones, all, or two in a row (`Task.compositions`); phrasing: plain,
+    paraphrases, or both. Raises ConfigError on other names, when there is nothing of that kind, and on a task with
+    inconsistent texts.
     """
     _require_known("instructions", instructions, INSTRUCTIONS)
     _require_known("phrasing", phrasing, PHRASINGS)
     require_consistent(task)
+    if instructions == COMPOSED:
+        return _composed(task, phrasing)
     indices = [
         index
         for index, text in enumerate(task.instructions)
@@ -86,9 +99,27 @@ def instruction_set(task: Task, instructions: str = TRAINING, phrasing: str = PL
     return InstructionSet(tuple(texts), np.array(goals), task.instructions)
 
 
+def _composed(task: Task, phrasing: str) -> InstructionSet:
+    """Return the texts of a world that asks for two instructions in a row."""
+    if not task.compositions or phrasing != PLAIN:
+        missing = f"paraphrases of compositions (phrasing={phrasing})" if task.compositions else "compositions"
+        raise ConfigError(f"instructions={COMPOSED}: '{task.name}' has no {missing} (`Task.compositions`).")
+    first, second = (
+        np.array([task.instructions.index(text) for text in part]) for part in zip(*task.compositions, strict=True)
+    )
+    return InstructionSet(tuple(text_of(*pair) for pair in task.compositions), first, task.instructions, second)
+
+
 def require_consistent(task: Task) -> None:
-    """Raise ConfigError unless all held-out or paraphrased texts are instructions and every text has one meaning."""
-    for attribute, listed_texts in (("held_out", task.held_out), ("paraphrases", task.paraphrases)):
+    """Raise ConfigError unless all held-out, paraphrased or composed texts are instructions and every text has one
+    meaning.
+    """
+    composed = [text for pair in task.compositions for text in pair]
+    for attribute, listed_texts in (
+        ("held_out", task.held_out),
+        ("paraphrases", task.paraphrases),
+        ("compositions", composed),
+    ):
         for text in listed_texts:
             if text not in task.instructions:
                 raise ConfigError(

@@ -27,6 +27,7 @@ from robopolicy.core.registry import is_dotted, is_trusted, load_dotted, named_a
 from robopolicy.core.spec import DEFAULT_IMAGE_SIZE, WorldSpec, require_cameras_named
 from robopolicy.core.trials import with_trials_of, without_trials
 from robopolicy.core.world import Controller, World
+from sims.composed import FollowsInOrder
 from sims.controllers import NamedController
 from sims.instructions import WithPlainInstructions
 from sims.names import OURS, SUITES, TASKS, WORLDS, suite_of
@@ -171,7 +172,8 @@ def make_expert(name: str, spec: WorldSpec) -> Controller | None:
         build = getattr(target, "expert", None)
         return cast(Controller, build(spec)) if callable(build) else None
     expert = NamedController(task.expert(), name) if is_dotted(name) else task.expert()
-    return WithPlainInstructions(expert, task.paraphrases) if task.paraphrases else expert
+    expert = WithPlainInstructions(expert, task.paraphrases) if task.paraphrases else expert
+    return FollowsInOrder(expert, task) if task.compositions else expert
 
 
 def _task(name: str, found: Any) -> Task | None:

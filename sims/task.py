@@ -84,7 +84,8 @@ class Task:
     receive (None: a fixed goal); expert: builds the scripted expert, which receives observations [B, H, ...] and reads
     the newest frame; stages: stages of the task and the penalty of each, for rewards that rank episodes (rewards=[gcpg]
     with stages=task), none by default; paraphrases: instruction -> alternative wordings, which a world uses on request;
-    held_out: instructions excluded from training. Functions and expert always receive the plain wording.
+    held_out: instructions excluded from training; compositions: pairs of instructions that a world asks for one after
+    the other on request (`sims.composed`). Functions and expert always receive the plain wording.
     open_gripper: value of the action element named gripper that opens it, None without a grasp; disturbances: how the
     state is disturbed, by name (`core.faults.Disturbable`): changes qpos [R, nq] and qvel [R, nv] in place, given
     uniforms [R, 4]; a goal that differs between episodes can move by itself.
@@ -115,6 +116,7 @@ class Task:
     stages: tuple[Stage, ...] = ()
     paraphrases: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     held_out: tuple[str, ...] = ()
+    compositions: tuple[tuple[str, str], ...] = ()
     open_gripper: float | None = None
     disturbances: Mapping[str, Callable[[np.ndarray, np.ndarray, np.ndarray], None]] = field(
         default_factory=dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], None]]

@@ -27,6 +27,7 @@
 World models:
 
 - ranking: agreement with the simulator's ranking of policies.
+- imagined_tasks: offline agents on tasks of which there are only imaginary rollouts (ImagineBench), with their bound.
 - imagination: fine-tuning inside world models, evaluated in the simulator, also with narrow data.
 - test_time_planning: planning without training.
 - edge_of_reach: values in a perfect model, and methods that bound them.
@@ -117,6 +118,7 @@ BENCHMARKS = Registry(
             "gpu",
             "sight",
             "language",
+            "imagined_tasks",
             "ranking",
             "imagination",
             "test_time_planning",

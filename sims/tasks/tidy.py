@@ -32,6 +32,15 @@ HELD_OUT = (
     "put the blue cube in the white tray",
 )
 _PUT = ("place the {0} cube into the {1}", "move the {0} block to the {1}", "the {0} cube goes into the {1}")
+COMPOSITIONS = (
+    ("put the red cube in the drawer", "put the blue cube in the black tray"),
+    (OPEN, "put the blue cube in the drawer"),
+    ("put the green cube in the black tray", CLOSE),
+    (CLOSE, "put the green cube in the white tray"),
+    ("put the blue cube in the black tray", "put the red cube in the white tray"),
+    ("put the red cube in the white tray", OPEN),
+)
+"""Pairs that a world with instructions=composed asks for in this order: their parts are trained, no pair is."""
 PARAPHRASES = {
     **{
         f"put the {cube} cube in the {place}": tuple(text.format(cube, place) for text in _PUT)
@@ -330,4 +339,5 @@ def task() -> Task:
         expert=TidyExpert,
         paraphrases=PARAPHRASES,
         held_out=HELD_OUT,
+        compositions=COMPOSITIONS,
     )

@@ -28,6 +28,7 @@ FORMATS = Registry(
         "zarr": "robopolicy.data.formats.replay_buffer:ReplayBuffer",
         "lerobot_v2": "robopolicy.data.formats.older_lerobot:OlderLeRobot",
         "npz": "robopolicy.data.formats.npz:Npz",
+        "masked": "robopolicy.data.formats.masked:Masked",
     },
 )
 """Registry of `DatasetFormat` classes by name; those of other packages are tried first."""

@@ -44,7 +44,7 @@ class Npz(DatasetFormat):
         """Implement `DatasetFormat.open`."""
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith(".npy")]
-            members = {name.removesuffix(".npy"): _Member(path, archive, name) for name in names}
+            members = {name.removesuffix(".npy"): ArrayMember(path, archive, name) for name in names}
             try:
                 yield _NpzSource(path, members)
             finally:
@@ -52,7 +52,7 @@ class Npz(DatasetFormat):
                     each.close()
 
 
-class _Member:
+class ArrayMember:
     """One array of the file, whose rows are read in order."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile, name: str):
@@ -116,7 +116,7 @@ class _Member:
 class _NpzSource(Source):
     """An opened .npz file."""
 
-    def __init__(self, path: Path, members: Mapping[str, _Member]):
+    def __init__(self, path: Path, members: Mapping[str, ArrayMember]):
         self.path = path
         action = next((members[name] for name in ACTIONS if name in members), None)
         steps = action.shape[0] if action is not None and action.shape else 0
@@ -135,7 +135,7 @@ class _NpzSource(Source):
         }
         fps_array = members.get("fps")
         self.fps = None if fps_array is None else float(fps_array.whole().reshape(-1)[0])
-        self.tasks = _tasks(members.get("task"), len(self.lengths), path)
+        self.tasks = texts_of(members.get("task"), len(self.lengths), path)
         other = [
             f"{key} {list(each.shape)}"
             for key, each in members.items()
@@ -156,7 +156,7 @@ class _NpzSource(Source):
         return {key: self.members[key].rows(last - self.lengths[episode], last) for key in keys}
 
 
-def _ends(path: Path, members: Mapping[str, _Member], steps: int) -> np.ndarray:
+def _ends(path: Path, members: Mapping[str, ArrayMember], steps: int) -> np.ndarray:
     """Return the step after which each episode ends, [E]; raises DataError if no array defines it."""
 
     def numbers(name: str) -> np.ndarray:
@@ -193,7 +193,8 @@ def _changes(index: np.ndarray) -> np.ndarray:
     return np.append(np.flatnonzero(np.diff(index)) + 1, len(index))
 
 
-def _tasks(member: _Member | None, count: int, path: Path) -> tuple[str, ...]:
+def texts_of(member: ArrayMember | None, count: int, path: Path) -> tuple[str, ...]:
+    """Return the instructions [count] in an array of one text or of one for each; raises DataError for other arrays."""
     if member is None:
         return ("",) * count
     if member.dtype.kind not in "US":
