@@ -38,8 +38,8 @@ class Extras:
     """
     helped: Tensor | None = None
     """[B, T] bool, episodes played after their group, with help, by the teacher, or from a state that was chosen. Added
-    during group collection by the allocators retry_*, correct, tree_search, prefixes and *teacher_rollouts; read by
-    `Rollouts.unaided`.
+    during group collection by the allocators retry_*, correct, tree_search, prefixes, procedures and
+    *teacher_rollouts; read by `Rollouts.unaided`.
     """
     budget: Tensor | None = None
     """[B, T, 2] control steps that the episode was asked to take at most, and the world's horizon. Added during group
@@ -73,6 +73,8 @@ class Extras:
     """[B, T, K] squared norm of the log-probability's gradient by the step's logits or means. Added with it."""
     teacher_overlap: Tensor | None = None
     """[B, T, K] in 0..1, agreement of the policy's and the teacher's distributions. Added for Need.TEACHER_OVERLAP."""
+    branching_score: Tensor | None = None
+    """[B, T] score of branching after the chunk, at least 0. Added by the side model past_policy."""
     position: Tensor | None = None
     """[B, T] fraction of the episode's chunks before the middle of this one. Added for Need.POSITION."""
     group_rate: Tensor | None = None

@@ -164,6 +164,7 @@ class FinetuneConfig(AlgorithmConfig):
         "critic_activation": "mish",
         "fsdp": False,
         "overlap_evaluation": False,
+        "overlap_update": False,
         "teacher_episode_fraction": 0.0,
     }
     """Settings that runs of earlier versions did not save, and the values that these runs have; they can be resumed."""
@@ -221,6 +222,10 @@ class FinetuneConfig(AlgorithmConfig):
     fsdp: bool = False
     """With several processes (torchrun): divide the policy's weights, gradients and optimiser states among them
     (FSDP2), for policies that do not fit on one GPU.
+    """
+    overlap_update: bool = False
+    """Compute gradients of groups as they arrive (shards, workers.count), while the same policy plays the others; the
+    first epoch is then one step with all of them (Periodic Asynchrony). For grpo, dr_grpo, rloo, mc_grpo.
     """
     staleness: Natural = 0
     """Age, in updates, of the policy weights used for collection parallel to learning. Younger after a

@@ -27,7 +27,7 @@ from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, RecordsMeans, ScoredPolicy, Scores, Trainable
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive_seed
-from robopolicy.core.rollouts import Rollouts, critic_observation
+from robopolicy.core.rollouts import Rollouts, concatenate, critic_observation
 from robopolicy.core.run import RunFolder
 from robopolicy.core.segments import Segments
 from robopolicy.core.stages import HasStages
@@ -47,6 +47,7 @@ from robopolicy.rl.registry import Need
 from robopolicy.rl.replay import Reincarnates
 from robopolicy.training.collection import ShardWorkers, make_collector, shared_by_replicas, teacher_takes_over
 from robopolicy.training.collection.protocol import Reports
+from robopolicy.training.collection.shards import ShardedEpisodes
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import (
     conditions_of,
@@ -61,6 +62,7 @@ from robopolicy.training.experience import (
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.late_evaluation import LateEvaluation
 from robopolicy.training.needs import Sources, add_extras, needs_images, satisfied_needs, with_reference
+from robopolicy.training.overlap import require_overlap, total_weight_of
 from robopolicy.training.state import (
     load_trainer,
     on_device,
@@ -237,6 +239,8 @@ class _Finetuning:
             values=self._values,
         )
         self.collector = shared_by_replicas(collector, self.generators)
+        if config.overlap_update:
+            require_overlap(self.algorithm, config)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
         self.history: tuple[float, ...] = ()
@@ -305,20 +309,9 @@ class _Finetuning:
         with training_precision(self.config.precision), in_micro_batches(self.config.micro_batch):
             if self.turns is not None and not self.config.staleness:  # batches in the background set it themselves
                 self.turns.begin(self._context.share)
-            with whole_weights(self.policy):
-                collected_rollouts = self.collector.collect(self.iteration)
-            if self.late is not None and replicas.leads():
-                self.late.start()
-            with (
-                whole_weights(self.policy),
-                in_minibatches(minibatch_decisions(self.algorithm, self.config, collected_rollouts)),
-            ):
-                rollouts = self._prepare(collected_rollouts)
-                collect_end = time.perf_counter()
-                precision, tokens = self.config.precision, self.policy.spec.categorical
-                tolerance = tolerance_in(precision, self.config.ratio_tolerance, tokens)
-                instructions = self.world.spec.instructions
-                require_same_scores(rollouts, self.policy, self.iteration, instructions, tolerance, self._where)
+            overlaps = self.config.overlap_update
+            collected_rollouts, rollouts = self._learn_on_arrival() if overlaps else self._collect()
+            collect_end = time.perf_counter()
             learning = learning_metrics(rollouts)
             # Before the update: a controller sees the last update's figures and this iteration's data.
             for controller in self.controllers.values():
@@ -329,6 +322,7 @@ class _Finetuning:
                 self.generators["minibatches"],
                 self._where,
                 train_actor=not self._has_critic or self.iteration >= self.config.critic_warmup,
+                done=int(overlaps),
             )
         # The leader alone acts, with staleness also in the background of this update.
         states = [state for name, state in self.generators.state().items() if name != "act"]
@@ -368,8 +362,56 @@ class _Finetuning:
             self._save()
         return metrics
 
-    def _prepare(self, rollouts: Rollouts) -> Rollouts:
-        """Compute one advantage per step from the rewards."""
+    def _collect(self) -> tuple[Rollouts, Rollouts]:
+        """Return the rollouts of an iteration, as collected and as prepared for learning."""
+        with whole_weights(self.policy):
+            collected = self.collector.collect(self.iteration)
+        self._start_late_evaluation()
+        with whole_weights(self.policy), in_minibatches(minibatch_decisions(self.algorithm, self.config, collected)):
+            prepared = self._prepare(collected)
+            self._require_same_scores(prepared)
+        return collected, prepared
+
+    def _learn_on_arrival(self) -> tuple[Rollouts, Rollouts]:
+        """Accumulate gradients of groups as they arrive, take one step with all, and return what `_collect` does."""
+        assert isinstance(self.collector, ShardedEpisodes)  # as `require_overlap` demands
+        total_weight, parts = total_weight_of(self.algorithm), dict[int, tuple[Rollouts, Rollouts, Rollouts]]()
+        for shard, collected in self.collector.arrivals(self.iteration):
+            with in_minibatches(minibatch_decisions(self.algorithm, self.config, collected)):
+                shaped, prepared = self._with_advantages(collected)
+                self._require_same_scores(prepared)
+            self.learner.accumulate(prepared, self._context, total_weight, self._where)
+            parts[shard] = collected, shaped, prepared
+        self.learner.step_accumulated(self._where)
+        self._start_late_evaluation()
+        # In the order of the shards: only the sum of the gradients depends on that of arrival.
+        collected, shaped, prepared = (
+            concatenate([parts[shard][place] for shard in sorted(parts)], same_groups=True) for place in range(3)
+        )
+        self.collector.observe(shaped, prepared)
+        self._remember_returns(shaped)
+        return collected, prepared.without(following=True)
+
+    def _start_late_evaluation(self) -> None:
+        if self.late is not None and replicas.leads():
+            self.late.start()
+
+    def _require_same_scores(self, prepared: Rollouts) -> None:
+        """Check that the policy computes the log-probabilities with which it acted."""
+        precision, tokens = self.config.precision, self.policy.spec.categorical
+        tolerance = tolerance_in(precision, self.config.ratio_tolerance, tokens)
+        instructions = self.world.spec.instructions
+        require_same_scores(prepared, self.policy, self.iteration, instructions, tolerance, self._where)
+
+    def _remember_returns(self, rollouts: Rollouts) -> None:
+        """Keep the mean returns of the latest 256 groups, fresh ones only: what baselines across iterations compare
+        with.
+        """
+        means = Segments.of(rollouts.group).mean(rollouts.row_return)
+        self.history = (*self.history, *means.tolist())[-256:]
+
+    def _with_advantages(self, rollouts: Rollouts) -> tuple[Rollouts, Rollouts]:
+        """Return the rollouts with the rewards that are learned from, and those kept, with one advantage per step."""
         instructions = self.world.spec.instructions
         sources = Sources(self.policy, self.teacher, instructions, self.generators, self.iteration)
         # Before anything reads ends: values, returns and side models must agree on what a time limit means.
@@ -390,6 +432,12 @@ class _Finetuning:
             require_finite("the return", rollouts.extras["value_target"], self._where)
         prepared_rollouts = self.algorithm.prepare(rollouts, self._context)
         require_finite("the advantage", prepared_rollouts.extras["advantage"], self._where)
+        return rollouts, prepared_rollouts
+
+    def _prepare(self, rollouts: Rollouts) -> Rollouts:
+        """Compute advantages, then add replayed and expert rows and what depends on them."""
+        instructions = self.world.spec.instructions
+        rollouts, prepared_rollouts = self._with_advantages(rollouts)
         # Before replayed or expert rows join, which say nothing about the starts that were proposed.
         if rollouts.whole:
             self.collector.observe(rollouts.fresh.unaided, prepared_rollouts.fresh.unaided)
@@ -403,11 +451,7 @@ class _Finetuning:
         if self.expert_rows is not None:
             prepared_rollouts = self.expert_rows.beside(prepared_rollouts, self._context)
         if rollouts.whole:
-            fresh_rollouts = rollouts.fresh
-            # Mean returns of the latest 256 groups, fresh ones only: what baselines across iterations compare with.
-            self.history = (*self.history, *Segments.of(fresh_rollouts.group).mean(fresh_rollouts.row_return).tolist())[
-                -256:
-            ]
+            self._remember_returns(rollouts.fresh)
         stale = prepared_rollouts.played & (prepared_rollouts.policy_version != self.iteration)
         # Decoupled PPO: the behaviour policy is too old to clip around, so the present policy, before the update, is
         # the proximal one.

@@ -9,7 +9,7 @@ Missing Old Logits, arXiv:2605.12070.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +58,8 @@ from robopolicy.training.configuration import LOG_RATIO_CLAMP, FinetuneConfig
 from robopolicy.training.experience import decisions_at, reads_images
 
 WHOLE = frozenset({Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
+TotalWeight = Callable[[Tensor, Rollouts], Tensor]
+"""Map from a mask [b, t, K] and its rollouts to the sum of the weights of its steps before they are divided by it."""
 
 
 def by_episode(algorithm: Algorithm, config: FinetuneConfig) -> bool:
@@ -140,25 +142,34 @@ class Learner:
         self.reborn = False
         self.before_step: SavedWeights = []
         self.live: Tensor | None = None
+        self.accumulated: tuple[float, Tensor] | None = None
         self.most, self.chooses = self.sampling_steps, True
         self.by_episode = by_episode(algorithm, config)
         self.average = PolicyAverage(policy, config.proximal_decay) if config.proximal_policy == "average" else None
 
     def update(
-        self, rollouts: Rollouts, context: Context, draws: torch.Generator, where: str, *, train_actor: bool = True
+        self,
+        rollouts: Rollouts,
+        context: Context,
+        draws: torch.Generator,
+        where: str,
+        *,
+        train_actor: bool = True,
+        done: int = 0,
     ) -> dict[str, float]:
         """Run the epochs on rollouts with `advantage` (and `value_target`) among their extras; return the metrics.
 
-        draws: generator of minibatches and steps; where: name of the iteration in errors.
+        draws: generator of minibatches and steps; where: name of the iteration in errors; done: number of epochs that
+        `step_accumulated` has taken of them.
         """
-        self.before_step = []
+        self.before_step = self.before_step if done else []
         rows: list[dict[str, Tensor]] = []
         was_stopped = False
         source = self._source(rollouts)
         self.live = self._live(source)
         self.most = self._most_noisy(source) if self.chooses else len(self._steps())
         # After the KL stop the critic finishes this epoch, since its targets do not depend on the policy.
-        for _ in range(self.config.epochs):
+        for _ in range(self.config.epochs - done):
             for index in self._minibatches(source, draws):
                 batch = source.take(index)
                 stats: dict[str, Tensor] = {}
@@ -177,7 +188,9 @@ class Learner:
             variance = explained_variance(extras["value"][alive], extras["value_target"][alive])
             if not bool(variance.isnan()):
                 means["explained_variance"] = float(variance)
-        self.stats = {**means, "actor_steps": sum("policy_loss" in row for row in rows), "kl_stop": float(was_stopped)}
+        steps = done + sum("policy_loss" in row for row in rows)
+        before = self.stats if done else {}  # of the accumulated step, where no other follows
+        self.stats = {**before, **means, "actor_steps": steps, "kl_stop": float(was_stopped)}
         return self.stats
 
     def _source(self, rollouts: Rollouts) -> Rollouts:
@@ -295,7 +308,14 @@ class Learner:
         with backward_precision(config.precision):
             loss.backward()
         whole_loss, *terms = add_gradients(self.parameters, [loss, *auxiliaries.values()])
-        require_finite("the policy loss", whole_loss, where)
+        norm = self._descend(whole_loss, where)
+        named_terms = dict(zip(auxiliaries, terms, strict=True))
+        return {**stats, **extra, **named_terms, "policy_loss": whole_loss, "gradient_norm": norm}, False
+
+    def _descend(self, loss: Tensor, where: str) -> Tensor:
+        """Take the optimiser's step along the gradients of `loss`, and return their norm before clipping."""
+        config = self.config
+        require_finite("the policy loss", loss, where)
         norm = clip_gradients(self.parameters, config.gradient_clip, where)
         if config.target_kl is not None:
             self.before_step = save_weights(self.optimiser)
@@ -306,8 +326,49 @@ class Learner:
         self.optimiser.step()
         if self.average is not None:
             self.average.update(self.policy)
-        named_terms = dict(zip(auxiliaries, terms, strict=True))
-        return {**stats, **extra, **named_terms, "policy_loss": whole_loss, "gradient_norm": norm.detach()}, False
+        return norm.detach()
+
+    def accumulate(self, rollouts: Rollouts, context: Context, total_weight: TotalWeight, where: str) -> None:
+        """Add the gradients of some groups with `advantage` among their extras, before the step that is taken with all
+        groups of an iteration.
+
+        total_weight: by which a mean over a minibatch is multiplied to be a sum; their sum divides all gradients later.
+        """
+        if self.accumulated is None:
+            self.optimiser.zero_grad(set_to_none=True)
+            self.accumulated = (0.0, torch.zeros((), device=self.parameters[0].device))
+        source = self._source(rollouts)
+        self.live, self.most = None, self.sampling_steps
+        rows = len(source.group)
+        for index in torch.arange(rows, device=source.group.device).split(
+            minibatch_rows(self.algorithm, self.config, rows)
+        ):
+            batch = source.take(index)
+            alive = batch.alive
+            step = torch.arange(self.sampling_steps, device=alive.device).expand(*batch.shape, -1)
+            scores = scores_of(self.policy, *decisions_at(batch, alive, self.instructions))
+            logp = torch.zeros(step.shape, device=alive.device).masked_scatter(alive[..., None], scores.logp)
+            scored = self._score(batch, logp.detach(), step, scores, part_of(len(scores.logp)), context.share)
+            require_finite("the log-probability", torch.where(scored.mask, scored.logp, 0.0), where)
+            coefficient, _ = self.algorithm.coefficient(scored)
+            weight, total = self.algorithm.weight(scored.mask, batch), total_weight(scored.mask, batch)
+            loss = policy_loss(logp, coefficient * self._scale("rl"), weight * total)
+            with backward_precision(self.config.precision):
+                loss.backward()
+            self.accumulated = self.accumulated[0] + float(total), self.accumulated[1] + loss.detach()
+
+    def step_accumulated(self, where: str) -> dict[str, float]:
+        """Take one step of the policy with the mean of the accumulated gradients; return its metrics."""
+        assert self.accumulated is not None
+        total, loss = self.accumulated
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad /= total
+        self.accumulated, self.before_step = None, []
+        norm = self._descend(loss / total, where)
+        figures = {"policy_loss": float(loss / total), "gradient_norm": float(norm)}
+        self.stats = {**figures, "actor_steps": 1.0, "kl_stop": 0.0}
+        return self.stats
 
     def _inputs(
         self,

@@ -10,12 +10,15 @@ from seeing_toys import SeeingWorld, denoising_policy, token_policy
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.world import Snapshot
+from robopolicy.nn.micro_batches import scores_of
+from robopolicy.nn.sharing import load_trainable_state, trainable_state
 from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.context import Context, Tools
 from robopolicy.training.acting import TakesOver
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
-from robopolicy.training.experience import episode_metrics, recompute_log_probs
+from robopolicy.training.experience import decisions_at, episode_metrics, recompute_log_probs
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 
@@ -38,7 +41,10 @@ GUIDED = replace(
     SEARCHED, models=("step_preference",), advantage="w_reinforce", coefficient=None,
     options={"tree_search": {"bound": "uct", "guided": 1.0}, "step_preference": {"rounds": 4}},
 )  # fmt: skip
+PROCEDURES = replace(CONFIG, algorithm="appo", iterations=3)
 DIVIDED = replace(CONFIG, allocator="prefixes", advantage="tree_po", models=("q_ensemble",))
+ALONE = SEARCHED, DIVIDED, GUIDED, PROCEDURES
+"""Without a teacher."""
 
 
 class SavedWorld(SavesRows, SeeingWorld):
@@ -56,7 +62,7 @@ def collected(make, config: FinetuneConfig, values=None, demonstrations=None):
     world = SavedWorld(8)
     policy, teacher = pair_of(make, world)
     draws = torch.Generator().manual_seed(0)
-    acting = None if config in (SEARCHED, DIVIDED, GUIDED) else lambda learner: TakesOver(learner, teacher)
+    acting = None if config in ALONE else lambda learner: TakesOver(learner, teacher)
     collector = make_collector(
         world, policy, build_algorithm(config), config, 0, draws, demonstrations, acting, values=values
     )
@@ -130,16 +136,18 @@ def test_a_teacher_that_fails_is_guided_and_only_right_ones_stay(monkeypatch: py
 
 
 @pytest.mark.long
-@pytest.mark.checks("BRTS", "SCOPE-stepwise", "MCTS-DPO", "TRACE", "rStar-Math")
+@pytest.mark.checks("BRTS", "SCOPE-stepwise", "MCTS-DPO", "TRACE", "rStar-Math", "APPO")
 @pytest.mark.parametrize(
-    "config", [CORRECTED, BEST, SEARCHED, DIVIDED, GUIDED], ids=["corrected", "best", "searched", "divided", "guided"]
+    "config",
+    [CORRECTED, BEST, SEARCHED, DIVIDED, GUIDED, PROCEDURES],
+    ids=["corrected", "best", "searched", "divided", "guided", "procedures"],
 )
 @pytest.mark.parametrize("make", [denoising_policy, token_policy])
 def test_a_run_learns_from_grown_groups(make, config: FinetuneConfig):
     world = SavedWorld(8)
     policy, teacher = pair_of(make, world)
     before = [parameter.detach().clone() for parameter in policy.parameters()]
-    finetune(policy, None, world, config, guidance=Guidance(None if config in (SEARCHED, DIVIDED, GUIDED) else teacher))
+    finetune(policy, None, world, config, guidance=Guidance(None if config in ALONE else teacher))
     assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
@@ -173,3 +181,32 @@ def test_what_excludes_growth_is_refused():
         finetune(policy, None, world, replace(BEST, teacher_episode_fraction=0.5), guidance=Guidance(teacher))
     with pytest.raises(ConfigError, match="Use a teacher of the same"):
         TakesOver(policy, denoising_policy(world))
+
+
+@pytest.mark.checks("models/past_policy", "allocator/procedures", "APPO")
+@pytest.mark.parametrize("make", [denoising_policy, token_policy])
+def test_branches_begin_where_the_last_update_made_the_rest_likelier(make):
+    """The past policy is that before the update: while both are equal all scores are 0, then they are not."""
+    world = SavedWorld(8)
+    policy, other = pair_of(make, world)
+    algorithm = build_algorithm(PROCEDURES)
+    tools = Tools(
+        policy, None, None, world.spec.observation, 1, world.spec.instructions,
+        lambda rollouts, where: decisions_at(rollouts, where, world.spec.instructions)[0],
+        lambda each, rollouts, where: scores_of(each, *decisions_at(rollouts, where, world.spec.instructions)),
+    )  # fmt: skip
+    model = algorithm.models["past_policy"](tools)
+    draws = torch.Generator().manual_seed(0)
+    collector = make_collector(world, policy, algorithm, PROCEDURES, 0, draws, values=model.chunk_scores)
+    first = collector.collect(0)
+    assert not model.chunk_scores(first).any() and (first.branch_decision <= 0).all()
+    assert first.group.bincount().tolist() == [4, 4, 4]
+    model.annotate(first, Context(draws))
+    load_trainable_state(policy, trainable_state(other))
+    second = collector.collect(1)
+    branched = second.branch_decision > 0
+    assert branched.any() and second.extras["helped"][branched].all()
+    scores = model.annotate(second, Context(draws)).extras["branching_score"]
+    chosen = scores[second.parent[branched], second.branch_decision[branched] - 1]
+    assert (chosen > 0).all() and not scores[branched].any()
+    assert not model.chunk_scores(second).any(), "it has become the policy that acted"

@@ -51,6 +51,7 @@ GIVERS = {
     Need.FLOW_VALUES: ("flow_critic",),
     Need.OWN_TEACHER: ("own_teacher",),
     Need.FIRST_ERRORS: ("q_ensemble", "first_error"),
+    Need.BRANCHING_SCORES: ("past_policy",),
 }
 """Models, in their order, that satisfy a need."""
 BY_MATCHING = {Need.MATCHING, Need.FLOW_VALUES}
@@ -68,6 +69,7 @@ REASONS = {
     "correct": "does not support snapshots",
     "tree_search": "does not support snapshots",
     "prefixes": "does not support snapshots",
+    "procedures, allocator": "does not support snapshots",
     "distill_own": r"set world\.options\.faults, such as \[blackout\], and world\.options\.undisturbed=true",
     "f_imitation, denoising": r"auxiliaries=f_imitation needs a policy that can compute log-probabilities of given",
 }
@@ -130,7 +132,8 @@ def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: 
         with pytest.raises(ConfigError, match=rf"({'|'.join((entry.name, *(config.models or ())))}) needs "):
             finetune(policy, critic, world, config, guidance=guidance)
         return
-    refusal = REASONS.get(entry.name) or REASONS.get(f"{entry.name}, {kind}")
+    refusals = entry.name, f"{entry.name}, {kind}", f"{entry.name}, {entry.slot.value}"
+    refusal = next((REASONS[name] for name in refusals if name in REASONS), None)
     if refusal:
         with pytest.raises(ConfigError, match=refusal):
             finetune(policy, critic, world, config, guidance=guidance)

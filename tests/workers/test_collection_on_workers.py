@@ -107,6 +107,25 @@ def test_equal_after_an_interruption(root, expected, case, monkeypatch):
     assert weights(root, f"{case}-stopped") == expected(case)
 
 
+@pytest.mark.checks("Periodic-Async")
+def test_no_group_is_lost_with_a_worker_that_dies_while_others_are_learned_from(root, monkeypatch):
+    """Not equal in the last bits: gradients are summed in the order of arrival."""
+    settings = (*GROUPS[:3], "finetune.overlap_update=true", "finetune.minibatch=4096")
+    assert tuned(root, "overlap", *settings) == 0
+    with monkeypatch.context() as patched:
+        pool, killed = killer(None, 2)
+        patched.setattr("robopolicy.workers.local.LocalPool", pool)
+        assert tuned(root, "overlap-killed", *settings, "workers.count=2") == 0
+    assert killed
+    here, there = (
+        [json.loads(line) for line in (root / "finetune" / name / "0" / "metrics.jsonl").read_text().splitlines()][1:]
+        for name in ("overlap", "overlap-killed")
+    )
+    assert [record["episodes"] for record in there] == [32.0] * 5
+    assert [record["env_steps"] for record in here[:2]] == [record["env_steps"] for record in there[:2]]
+    assert here[1]["policy_loss"] == pytest.approx(there[1]["policy_loss"], rel=1e-3)
+
+
 @pytest.mark.filterwarnings("default::robopolicy.core.errors.RobopolicyWarning")
 def test_a_run_that_resumes_with_other_shards_says_so(root, monkeypatch, capsys):
     with monkeypatch.context() as patched:

@@ -235,30 +235,9 @@ class EpisodeCollector:
         """Play the groups that sampler and allocator request, plus the episodes that the allocator adds after seeing
         the outcomes.
         """
-        # Group numbers never repeat in a run: held groups of an earlier batch keep theirs.
         config, first = self.config, batch * self.provision
         seeds, starts = self._propose(batch, self.provision - len(self.held))
-        _, pool = start_pool(self.seed, config.num_initial_states, len(self.world.spec.instructions))
-        tasks = [pool[start] for start in starts] if pool else []
-        states, depths = self._hinted(batch, starts)
-        limits = self.allocator.limits(starts) if isinstance(self.allocator, LimitsLengths) else [0] * len(starts)
-        origins_of_batch = zip(starts.tolist(), depths, strict=True)
-        self.begun |= {first + number: origin for number, origin in enumerate(origins_of_batch)}
-
-        def requests(sizes: list[int]) -> list[Request]:
-            new_requests = groups_of(seeds, sizes, tasks)
-            if isinstance(self.allocator, SetsBudgets):
-                new_requests = with_budgets(new_requests, self.world.spec, self.allocator.budgets)
-            placed = [
-                replace(item, group=first + item.group, state=states[item.group], limit=limits[item.group])
-                for item in new_requests
-            ]
-            return in_all_words(placed, self.world.spec) if self.rotates_words else placed
-
-        rates = self.sampler.predict(starts)
-        if isinstance(self.sampler, Beliefs) and getattr(self.allocator, "reads_observed", False):
-            rates = self.sampler.observed(starts)
-        sizes = self.allocator.plan(rates, config.group_size)
+        requests, sizes = self._requests(batch, seeds, starts), self._sizes(starts)
         group_target = config.groups if config.overprovision else None
         if isinstance(self.allocator, ContinuesEpisodes):
             rollouts = self._continued(self.allocator, requests(list(sizes)), batch, version)
@@ -276,16 +255,52 @@ class EpisodeCollector:
         if isinstance(self.allocator, AsksTeacher):
             teacher_requests = requests([self.allocator.samples] * len(seeds))
             rollouts = self._taught(self.allocator, rollouts, teacher_requests, (first, batch, version), starts)
+        rollouts = self._with_origins(rollouts)
+        groups_kept = self.held
+        self.begun = {group: origin for group, origin in self.begun.items() if group in groups_kept}
+        if isinstance(self.allocator, ComparesDemonstrated) and self.demonstrations is not None:
+            return rollouts.with_extras(demonstrated=demonstrated_next(rollouts, self.demonstrations))
+        return rollouts
+
+    def _requests(self, batch: int, seeds: np.ndarray, starts: np.ndarray) -> Callable[[list[int]], list[Request]]:
+        """Return a function from group sizes [n] to the requests of new groups from initial states [n], and note where
+        these begin.
+        """
+        # Group numbers never repeat in a run: held groups of an earlier batch keep theirs.
+        first = batch * self.provision
+        _, pool = start_pool(self.seed, self.config.num_initial_states, len(self.world.spec.instructions))
+        tasks = [pool[start] for start in starts] if pool else []
+        states, depths = self._hinted(batch, starts)
+        limits = self.allocator.limits(starts) if isinstance(self.allocator, LimitsLengths) else [0] * len(starts)
+        origins_of_batch = zip(starts.tolist(), depths, strict=True)
+        self.begun |= {first + number: origin for number, origin in enumerate(origins_of_batch)}
+
+        def requests(sizes: list[int]) -> list[Request]:
+            new_requests = groups_of(seeds, sizes, tasks)
+            if isinstance(self.allocator, SetsBudgets):
+                new_requests = with_budgets(new_requests, self.world.spec, self.allocator.budgets)
+            placed = [
+                replace(item, group=first + item.group, state=states[item.group], limit=limits[item.group])
+                for item in new_requests
+            ]
+            return in_all_words(placed, self.world.spec) if self.rotates_words else placed
+
+        return requests
+
+    def _sizes(self, starts: np.ndarray) -> Sequence[int]:
+        """Return the planned sizes of groups from initial states [n], [n]."""
+        rates = self.sampler.predict(starts)
+        if isinstance(self.sampler, Beliefs) and getattr(self.allocator, "reads_observed", False):
+            rates = self.sampler.observed(starts)
+        return self.allocator.plan(rates, self.config.group_size)
+
+    def _with_origins(self, rollouts: Rollouts) -> Rollouts:
+        """Add `start` and `hint` [B, T] of each row's group."""
         origins = [self.begun[group] for group in rollouts.group.tolist()]
         device, shape = rollouts.group.device, rollouts.shape
         start = torch.tensor([start for start, _ in origins], device=device)
         depth = torch.tensor([depth for _, depth in origins], device=device)
-        groups_kept = self.held
-        self.begun = {group: origin for group, origin in self.begun.items() if group in groups_kept}
-        rollouts = rollouts.with_extras(start=start[:, None].expand(shape), hint=depth[:, None].expand(shape))
-        if isinstance(self.allocator, ComparesDemonstrated) and self.demonstrations is not None:
-            return rollouts.with_extras(demonstrated=demonstrated_next(rollouts, self.demonstrations))
-        return rollouts
+        return rollouts.with_extras(start=start[:, None].expand(shape), hint=depth[:, None].expand(shape))
 
     def _more(self, rollouts: Rollouts, first: int, count: int) -> list[int]:
         """Return the number of episodes that the allocator adds to each of the groups [n] from number `first`, given

@@ -200,6 +200,11 @@ class Shards:
 
         items: entries of each shard's `Item` that are not common to all shards, [S].
         """
+        parts = dict(self.arrivals(number, version, items))
+        return [parts[shard] for shard in sorted(parts)]
+
+    def arrivals(self, number: int, version: int, items: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Rollouts]]:
+        """Yield the number and the rollouts of every shard that played, in order of arrival; arguments as in `play`."""
         share = 0.0 if self.player.turns is None else self.player.turns.share
         common = {"seed": self.seed, "number": number, "version": version, "teacher_share": share}
         common["images"] = self.images
@@ -208,15 +213,15 @@ class Shards:
             for shard, (state, item) in enumerate(zip(self.states, items, strict=True))
         ]
         report = self.reports.setdefault(number, Counter())
-        replies = dict(self._played(complete, report))
-        for shard in range(self.count):
-            self.states[shard], self.held[shard] = replies[shard]["state"], set(replies[shard]["held"])
-        restarted = sum(reply["restarted"] for reply in replies.values())
+        restarted = 0
+        for shard, reply in self._played(complete, report):
+            self.states[shard], self.held[shard] = reply["state"], set(reply["held"])
+            restarted += reply["restarted"]
+            if reply["rollouts"] is not None:
+                yield shard, Rollouts.of(to_tensors(reply["rollouts"], self.player.device))
         if restarted:
             report["shards_restarted"] += restarted
             self._warn()
-        trees = [replies[shard]["rollouts"] for shard in range(self.count)]
-        return [Rollouts.of(to_tensors(tree, self.player.device)) for tree in trees if tree is not None]
 
     def _played(self, items: Sequence[Item], report: Counter[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
         workers = self.workers
@@ -347,12 +352,35 @@ class ShardedEpisodes(EpisodeCollector):
         """Groups that were requested and not yet returned, of all shards."""
         return set[int]().union(*self.shards.held)
 
+    def arrivals(self, iteration: int) -> Iterator[tuple[int, Rollouts]]:
+        """Yield the number of a shard and the episodes of its groups, of the current policy, as soon as they are
+        played.
+
+        Only for allocators that add no episodes to played groups.
+        """
+        with while_collecting(iteration):
+            seeds, starts = self._propose(iteration, self.provision)
+            requests = self._requests(iteration, seeds, starts)
+            items = self._items(requests(list(self._sizes(starts))), None, 0)
+            for shard, rollouts in self.shards.arrivals(iteration, iteration, items):
+                yield shard, self._with_origins(rollouts)
+            self.begun = {}
+
     def _play(
         self, requests: Sequence[Request], batch: int, version: int, groups: int | None = None, *, again: int = 0
     ) -> Rollouts:
+        items = self._items(requests, groups, again)
+        rollouts = concatenate(self.shards.play(batch, version, items), same_groups=True)
+        returned = set(rollouts.group.tolist())
+        if self.config.overprovision:
+            self.places = {group: shard for group, shard in self.places.items() if group not in returned}
+        return rollouts
+
+    def _items(self, requests: Sequence[Request], groups: int | None, again: int) -> list[dict[str, Any]]:
+        """Return the entries of each shard's `Item`; arguments as in `_play`."""
         if not again:
             self._deal(requests)
-        items = [
+        return [
             {
                 "requests": [_plain(each) for each in requests if self.places[each.group] == shard],
                 "groups": None if groups is None else self.targets[shard],
@@ -360,11 +388,6 @@ class ShardedEpisodes(EpisodeCollector):
             }
             for shard in range(self.shards.count)
         ]
-        rollouts = concatenate(self.shards.play(batch, version, items), same_groups=True)
-        returned = set(rollouts.group.tolist())
-        if self.config.overprovision:
-            self.places = {group: shard for group, shard in self.places.items() if group not in returned}
-        return rollouts
 
     def _deal(self, requests: Sequence[Request]) -> None:
         """Assign the groups of new requests to shards in turn, up to each shard's share."""
