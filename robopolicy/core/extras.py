@@ -73,6 +73,10 @@ class Extras:
     """[B, T, K] squared norm of the log-probability's gradient by the step's logits or means. Added with it."""
     teacher_overlap: Tensor | None = None
     """[B, T, K] in 0..1, agreement of the policy's and the teacher's distributions. Added for Need.TEACHER_OVERLAP."""
+    right_logp: Tensor | None = None
+    """[B, T, K] log-probability if the goal were where a success ended. Added by the side model answers."""
+    wrong_logp: Tensor | None = None
+    """[B, T, K] log-probability if the goal were where a failure ended. Added with it."""
     branching_score: Tensor | None = None
     """[B, T] score of branching after the chunk, at least 0. Added by the side model past_policy."""
     position: Tensor | None = None

@@ -223,6 +223,7 @@ class Need(Enum):
     STEP_RATIOS = "a separate ratio for every step (ratio_level=step)"
     FIRST_ERRORS = "the first wrong decision of failed episodes (models=[q_ensemble,first_error])"
     BUDGETS = "episodes with budgets of time (allocator=budgets)"
+    ANSWER_SCORES = "log-probabilities of the same steps given a right and a wrong answer (models=[answers])"
     BRANCHING_SCORES = "scores of action chunks by which episodes branch (models=[past_policy])"
     DEMONSTRATED = "the state of a demonstration after the first chunk (allocator=one_chunk)"
     DEMONSTRATIONS = "demonstrated states as initial states (starts=N and a world with an expert and snapshots)"

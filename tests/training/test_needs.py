@@ -52,6 +52,7 @@ GIVERS = {
     Need.OWN_TEACHER: ("own_teacher",),
     Need.FIRST_ERRORS: ("q_ensemble", "first_error"),
     Need.BRANCHING_SCORES: ("past_policy",),
+    Need.ANSWER_SCORES: ("answers",),
 }
 """Models, in their order, that satisfy a need."""
 BY_MATCHING = {Need.MATCHING, Need.FLOW_VALUES}
@@ -70,6 +71,8 @@ REASONS = {
     "tree_search": "does not support snapshots",
     "prefixes": "does not support snapshots",
     "procedures, allocator": "does not support snapshots",
+    "answers": r"set options\.answers\.goal",
+    "evidence": r"set options\.answers\.goal",
     "distill_own": r"set world\.options\.faults, such as \[blackout\], and world\.options\.undisturbed=true",
     "f_imitation, denoising": r"auxiliaries=f_imitation needs a policy that can compute log-probabilities of given",
 }

@@ -13,6 +13,7 @@ from robopolicy.core.segments import Segments, distinct, quantile
 from robopolicy.rl.advantages.gae import standardise
 from robopolicy.rl.advantages.step import final_state
 from robopolicy.rl.context import Context
+from robopolicy.rl.experimental.evidence import contrasted
 from robopolicy.rl.registry import Need, Slot, mechanism
 
 
@@ -261,10 +262,8 @@ def instruction_contrast(
     """Credit instruction-dependent steps: A ((1 - share) + share w), w = exp(sign(A) delta) within 1 +- epsilon.
 
     delta: a step's log-probability under its instruction minus that under another one, extras["contrast_logp"] [B, T,
-    K]. Steps independent of the instruction keep a weight of 1. CEPO weights in this way with a correct and a wrong
-    answer in the context; a robot has no answer to show, so this is a different mechanism with the same weights. Takes
-    and returns A [B, T, K].
+    K]. Steps independent of the instruction keep a weight of 1. CEPO weights in this way with a right and a wrong
+    answer in the context: credit=[evidence], for policies that read a goal. Takes and returns A [B, T, K].
     """
     delta = rollouts.logp_behaviour - rollouts.extras["contrast_logp"]
-    weight = (advantage.sign() * delta).clamp(-10, 10).exp().clamp(1 - epsilon, 1 + epsilon)
-    return advantage * ((1 - share) + share * weight)
+    return contrasted(advantage, delta, share, epsilon)
