@@ -17,7 +17,7 @@ _BARE = re.compile(r"(?<![\w.:/\[({'\"-])([a-z][a-z0-9_]*)=(?=[\w\[{\"'-])")
 
 RARE = {
     "FinetuneConfig": "packed_images proximal_decay teacher_decay_fraction actor_warmup weight_decay"
-    " gradient_clip clip_rate fsdp overlap_evaluation overlap_update critic_learning_rate teacher_episode_fraction",
+    " gradient_clip clip_rate fsdp overlap_evaluation critic_learning_rate teacher_episode_fraction",
     "TrainSection": "exclude_episodes rename micro_batch",
     "FinetuneSection": "critic_width expert",
     "FitConfig": "warmup final_rate weight_decay gradient_clip ema_decay ema_power log_every checkpoint_every",

@@ -62,7 +62,7 @@ from robopolicy.training.experience import (
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.late_evaluation import LateEvaluation
 from robopolicy.training.needs import Sources, add_extras, needs_images, satisfied_needs, with_reference
-from robopolicy.training.overlap import require_overlap, total_weight_of
+from robopolicy.training.overlap import total_weight_of
 from robopolicy.training.state import (
     load_trainer,
     on_device,
@@ -239,8 +239,6 @@ class _Finetuning:
             values=self._values,
         )
         self.collector = shared_by_replicas(collector, self.generators)
-        if config.overlap_update:
-            require_overlap(self.algorithm, config)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
         self.history: tuple[float, ...] = ()

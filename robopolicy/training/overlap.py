@@ -48,7 +48,9 @@ def total_weight_of(algorithm: Algorithm) -> TotalWeight:
 
 
 def require_overlap(algorithm: Algorithm, config: FinetuneConfig) -> None:
-    """Raise ConfigError, naming the setting, if the algorithm or these settings need all groups of an iteration."""
+    """Raise ConfigError, naming the setting, if with overlap_update something needs all groups of an iteration."""
+    if not config.overlap_update:
+        return
     reason = "overlap_update=true learns from groups before all have arrived"
     if config.shards < 2:
         raise ConfigError(f"{reason}, which arrive in shards: set shards=2 or more, and workers.count.")

@@ -73,17 +73,19 @@ class PastPolicy:
     @torch.no_grad()
     def chunk_scores(self, rollouts: Rollouts) -> Tensor:
         """Return the scores [B, T]; see `ScoresChunks`."""
-        where = rollouts.alive & (rollouts.parent < 0)[:, None]
-        policy, mask = self.tools.policy, rollouts.mask & where[..., None]
-        now, then = (self.tools.score(each, rollouts, where).logp for each in (policy, self.past))
-        change = now.new_zeros(mask.shape).index_put((where,), now - then)
-        latents = {name: value[where] for name, value in rollouts.latents.items()}
-        decision = Decision(rollouts.actions[where], latents, rollouts.logp_behaviour[where], mask[where])
+        roots_alive = rollouts.alive & (rollouts.parent < 0)[:, None]
+        policy, mask = self.tools.policy, rollouts.mask & roots_alive[..., None]
+        now, then = (self.tools.score(each, rollouts, roots_alive).logp for each in (policy, self.past))
+        change = now.new_zeros(mask.shape).index_put((roots_alive,), now - then)
+        latents = {name: value[roots_alive] for name, value in rollouts.latents.items()}
+        decision = Decision(
+            rollouts.actions[roots_alive], latents, rollouts.logp_behaviour[roots_alive], mask[roots_alive]
+        )
         # Of the number of updates: a resumed run draws the same.
         draws = torch.Generator(device_of(self.tools)).manual_seed(self.updates)
-        levels = torch.tensor(uncertainty(policy, self.tools.observe(rollouts, where), decision, draws))
-        level = change.new_zeros(where.shape).index_put((where,), levels.to(change))
-        return branching_scores(level, later_gains(change, mask, self.half_life, self.most), where)
+        levels = torch.tensor(uncertainty(policy, self.tools.observe(rollouts, roots_alive), decision, draws))
+        level = change.new_zeros(roots_alive.shape).index_put((roots_alive,), levels.to(change))
+        return branching_scores(level, later_gains(change, mask, self.half_life, self.most), roots_alive)
 
     @torch.no_grad()
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
@@ -150,9 +152,9 @@ class Procedures(Uniform):
         for rows in members.values():
             count, flat = self.size - len(rows), score[rows].flatten()
             best = [place for place in integers(flat.argsort(descending=True, stable=True))[:count] if flat[place] > 0]
-            chosen = [divmod(place, score.shape[1]) for place in best]
-            places += [(rows[row], chunk + 1) for row, chunk in chosen]
-            places += [(rows[0], 0)] * (count - len(chosen))
+            branch_points = [divmod(place, score.shape[1]) for place in best]
+            places += [(rows[row], chunk + 1) for row, chunk in branch_points]
+            places += [(rows[0], 0)] * (count - len(branch_points))
         return places
 
 

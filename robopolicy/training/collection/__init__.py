@@ -28,6 +28,7 @@ from robopolicy.training.collection.shared import shared_by_replicas
 from robopolicy.training.collection.stored import StoredPairs
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
+from robopolicy.training.overlap import require_overlap
 
 __all__ = [
     "BatchCollector",
@@ -74,6 +75,7 @@ def make_collector(
     if pairs is not None:
         return StoredPairs(pairs, world.spec, policy, algorithm, config, seed, generator.device)
     require_one_player(algorithm, config)
+    require_overlap(algorithm, config)
 
     def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
         acts = None if acting is None else acting(actor)
