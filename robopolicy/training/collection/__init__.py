@@ -67,10 +67,9 @@ def make_collector(
 
     seed: root of the episodes' seeds; generator: source of the policy's random numbers; demonstrations: states that
     hints start from; acting: builds the acting policy, None for `policy` itself. All but the synchronous collector act
-    with a copy of the policy. pairs: stored preference pairs that replace collection, None to collect. images: storage
-    mode of camera images; turns: the teacher's share in `acting`; workers: that play the shards, None for this
-    process; values: rollouts -> V [B, T] of a side model, for allocators that continue episodes. Raises ConfigError
-    when the algorithm cannot learn from these rollouts.
+    with a copy of the policy. pairs: stored preference pairs that replace collection; images: storage mode of camera
+    images; turns: the teacher's share in `acting`; workers: that play the shards, None for this process; values: V [B,
+    T] of a side model, for allocators that continue episodes. Raises ConfigError when the algorithm cannot learn so.
     """
     if pairs is not None:
         return StoredPairs(pairs, world.spec, policy, algorithm, config, seed, generator.device)
