@@ -363,32 +363,35 @@ class _Finetuning:
     def _collect(self) -> tuple[Rollouts, Rollouts]:
         """Return the rollouts of an iteration, as collected and as prepared for learning."""
         with whole_weights(self.policy):
-            collected = self.collector.collect(self.iteration)
+            collected_rollouts = self.collector.collect(self.iteration)
         self._start_late_evaluation()
-        with whole_weights(self.policy), in_minibatches(minibatch_decisions(self.algorithm, self.config, collected)):
-            prepared = self._prepare(collected)
-            self._require_same_scores(prepared)
-        return collected, prepared
+        with (
+            whole_weights(self.policy),
+            in_minibatches(minibatch_decisions(self.algorithm, self.config, collected_rollouts)),
+        ):
+            prepared_rollouts = self._prepare(collected_rollouts)
+            self._require_same_scores(prepared_rollouts)
+        return collected_rollouts, prepared_rollouts
 
     def _learn_on_arrival(self) -> tuple[Rollouts, Rollouts]:
         """Accumulate gradients of groups as they arrive, take one step with all, and return what `_collect` does."""
         assert isinstance(self.collector, ShardedEpisodes)  # as `require_overlap` demands
         total_weight, parts = total_weight_of(self.algorithm), dict[int, tuple[Rollouts, Rollouts, Rollouts]]()
-        for shard, collected in self.collector.arrivals(self.iteration):
-            with in_minibatches(minibatch_decisions(self.algorithm, self.config, collected)):
-                shaped, prepared = self._with_advantages(collected)
-                self._require_same_scores(prepared)
-            self.learner.accumulate(prepared, self._context, total_weight, self._where)
-            parts[shard] = collected, shaped, prepared
+        for shard, collected_rollouts in self.collector.arrivals(self.iteration):
+            with in_minibatches(minibatch_decisions(self.algorithm, self.config, collected_rollouts)):
+                shaped_rollouts, prepared_rollouts = self._with_advantages(collected_rollouts)
+                self._require_same_scores(prepared_rollouts)
+            self.learner.accumulate(prepared_rollouts, self._context, total_weight, self._where)
+            parts[shard] = collected_rollouts, shaped_rollouts, prepared_rollouts
         self.learner.step_accumulated(self._where)
         self._start_late_evaluation()
         # In the order of the shards: only the sum of the gradients depends on that of arrival.
-        collected, shaped, prepared = (
+        collected_rollouts, shaped_rollouts, prepared_rollouts = (
             concatenate([parts[shard][place] for shard in sorted(parts)], same_groups=True) for place in range(3)
         )
-        self.collector.observe(shaped, prepared)
-        self._remember_returns(shaped)
-        return collected, prepared.without(following=True)
+        self.collector.observe(shaped_rollouts, prepared_rollouts)
+        self._remember_returns(shaped_rollouts)
+        return collected_rollouts, prepared_rollouts.without(following=True)
 
     def _start_late_evaluation(self) -> None:
         if self.late is not None and replicas.leads():

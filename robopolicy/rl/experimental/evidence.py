@@ -63,30 +63,30 @@ class Answers:
         groups = Segments.of(rollouts.group)
         best = _first(groups, -returns, success)
         worst = _first(groups, returns, ~success)
-        right = self._logp(self._with_goals(rollouts, best), rollouts)
-        wrong = self._logp(self._with_goals(rollouts, worst), rollouts)
-        wrong = torch.where((worst >= 0)[:, None, None], wrong, right)
-        return rollouts.with_extras(right_logp=right, wrong_logp=wrong)
+        right_logp = self._logp(self._with_goals(rollouts, best), rollouts)
+        wrong_logp = self._logp(self._with_goals(rollouts, worst), rollouts)
+        wrong_logp = torch.where((worst >= 0)[:, None, None], wrong_logp, right_logp)
+        return rollouts.with_extras(right_logp=right_logp, wrong_logp=wrong_logp)
 
     def _with_goals(self, rollouts: Rollouts, row: Tensor) -> TensorObservation:
         """Return the observations with each row's goal where episode `row` [B] ended; -1 leaves it as it is."""
-        changed = {key: tensor_of(rollouts.observation, key).clone() for key in rollouts.observation}
+        new_observation = {key: tensor_of(rollouts.observation, key).clone() for key in rollouts.observation}
         last = (rollouts.alive.sum(1) - 1).clamp(min=0)
         source = row.clamp(min=0)
         for ((key, index), (from_key, from_index)), offsets in zip(self.reached, self.offsets, strict=True):
             ends = tensor_of(rollouts.next_observation, from_key)[source, last[source], -1, from_index]
             before = tensor_of(rollouts.observation, key)[..., index]
             goal = torch.where((row >= 0)[:, None, None], ends[:, None, None].expand_as(before), before)
-            changed[key][..., index] = goal
+            new_observation[key][..., index] = goal
             for other_key, other in offsets:
-                changed[other_key][..., other] += goal - before
-        return {**changed}
+                new_observation[other_key][..., other] += goal - before
+        return {**new_observation}
 
     def _logp(self, observation: Mapping[str, Any], rollouts: Rollouts) -> Tensor:
         """Return log-probabilities [B, T, K] of the rollouts' steps with these observations."""
         alive = rollouts.alive
-        asked = replace(rollouts, observation=observation, latents=latents_for_other_policy(rollouts.latents))
-        logp = self.tools.score(self.tools.policy, asked, alive).logp
+        with_goals = replace(rollouts, observation=observation, latents=latents_for_other_policy(rollouts.latents))
+        logp = self.tools.score(self.tools.policy, with_goals, alive).logp
         return logp.new_zeros(rollouts.mask.shape).index_put((alive,), logp)
 
     def tree(self) -> dict[str, Any]:
