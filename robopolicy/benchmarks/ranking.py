@@ -21,6 +21,7 @@ from robopolicy.benchmarks.runs import (
 )
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
+from robopolicy.evaluation.few_trials import savings_rows
 from robopolicy.evaluation.plots import ranking_panels
 from robopolicy.evaluation.report import Section, ranking_plot
 from robopolicy.runs import is_complete
@@ -132,7 +133,17 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
             f"{task}: mean over seeds of the model (each); square brackets: bootstrap over policies of the first seed"
         )
         result_tables.append(Table(title, ["world model", *SHOWN.values()], lines))
+        for kind, seeds in kinds.items():
+            if rows := mean_savings(seeds):
+                title = f"{task}: rates from few trials, alone and with {kind.replace('_', ' ')}, mean over seeds"
+                result_tables.append(Table(title, *savings_rows(rows)))
     return result_tables
+
+
+def mean_savings(seeds: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Return the mean over seeds of each number of few trials, see `evaluation.few_trials.savings`; [] without."""
+    each = [ranking["savings"] for ranking in seeds.values() if ranking.get("savings")]
+    return [{name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} for rows in zip(*each, strict=True)]
 
 
 def cell(estimates: Sequence[Mapping[str, Any]]) -> str:

@@ -191,7 +191,7 @@ def savings_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[lis
     header = ["trials per policy", "error alone", "error with the model", "order alone", "order with the model"]
     lines = [
         [
-            str(row["trials"]),
+            f"{row['trials']:.0f}",
             *(f"{100 * row[name]:.1f} points" for name in ("error_alone", "error")),
             *("undefined" if row[name] is None else f"{row[name]:.3f}" for name in ("order_alone", "order")),
             f"{row['covered']:.1%}",
