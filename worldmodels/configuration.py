@@ -206,8 +206,8 @@ class PlanConfig(FormerNames):
     rollouts: Count = 1
     """Number of imagined rollouts per candidate."""
     aggregate: str = "mean"
-    """Aggregation of a candidate's rollout scores: mean, lower_bound (mean minus standard deviation), median or
-    majority.
+    """Aggregation of a candidate's rollout scores: mean, lower_bound (mean minus deviation), median, majority or
+    successes.
     """
 
     kind: str = CANDIDATES
@@ -605,8 +605,9 @@ class JointVideoConfig(FormerNames):
     values: Count = 2
     """Number of values that are sampled per future (the paper: 5)."""
     aggregate: str = "majority"
-    """Aggregation of a candidate's values into one score: mean, lower_bound, median, or majority (mean of the
-    values on the side of the midrange with more values).
+    """Aggregation of a candidate's values into one score: mean, lower_bound, median, majority (mean of the values on
+    the side of the midrange with more values), or successes (mean of those above .05 if they are at least half, else 0,
+    as in the paper's code).
     """
     edm: EdmConfig = field(
         default_factory=lambda: EdmConfig(sigma_data=1.0, log_mean=0.0, sigma_max=20.0, steps=6, order=1)

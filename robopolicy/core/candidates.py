@@ -113,11 +113,23 @@ def majority_mean(scores: Tensor) -> Tensor:
     return (scores * majority).sum(-1) / majority.sum(-1)
 
 
+def mean_of_successes(scores: Tensor, threshold: float = 0.05) -> Tensor:
+    """Return the mean of those of scores [..., F], from 0 to 1, above `threshold`; 0 unless they are at least half.
+
+    The result has shape [...]. Source: Cosmos Policy, whose code calls it the majority mean.
+    """
+    success = scores > threshold
+    count = success.sum(-1)
+    mean = (scores * success).sum(-1) / count.clamp(min=1)
+    return torch.where(2 * count >= scores.shape[-1], mean, 0.0)
+
+
 AGGREGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda scores: scores.mean(-1),
     "lower_bound": lambda scores: scores.mean(-1) - scores.std(-1, correction=0),
     "median": lambda scores: scores.median(-1).values,
     "majority": majority_mean,
+    "successes": mean_of_successes,
 }
 """Aggregation by name: scores [..., F] of the imagined futures of an action chunk -> its score [...]."""
 

@@ -82,7 +82,7 @@ class Extras:
     position: Tensor | None = None
     """[B, T] fraction of the episode's chunks before the middle of this one. Added for Need.POSITION."""
     group_rate: Tensor | None = None
-    """[B, T] success rate of the episode's group. Added for Need.GROUP_RATES."""
+    """[B, T] success rate of the episode's group, or of the one that it helps. Added for Need.GROUP_RATES."""
     preferred: Tensor | None = None
     """[B, T] 1 for episodes preferred to others of their group, -1 for the rejected ones. Added by mechanisms that
     store pairs.
@@ -99,6 +99,8 @@ class Extras:
     """[B, T] bool, the first decision of a failed episode after which the value falls. Added by the side model
     first_error; read by the auxiliary intervene.
     """
+    before_error: Tensor | None = None
+    """[B, T] bool, the decisions before first_error. Added with it."""
     flow_value: Tensor | None = None
     """[B, T, K] value of the state and the noisy action at every noise level. Added by the side model flow_critic."""
     flow_return: Tensor | None = None

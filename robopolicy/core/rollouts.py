@@ -21,6 +21,8 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK
 
 ROW_FIELDS = ("episode", "group", "parent", "branch_decision", "branch_sampling_step")
 """Fields with one entry per row, [B]."""
+HELPED_GROUPS = 2**40
+"""Number of a group of helped episodes minus that of the group that they help, more than a run counts."""
 
 
 @dataclass(frozen=True)

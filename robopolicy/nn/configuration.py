@@ -129,5 +129,5 @@ Optimiser = Literal["adamw", "adamw8bit"]
 MOST_PLANNED = 10_000
 """Maximum number of a joint model's candidates, and of the values of each of their futures."""
 
-AGGREGATES = ("mean", "lower_bound", "median", "majority")
+AGGREGATES = ("mean", "lower_bound", "median", "majority", "successes")
 """Aggregations of the scores of several imagined futures into one."""

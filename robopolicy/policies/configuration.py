@@ -233,8 +233,9 @@ class JointConfig(FormerNames):
     values: Count = 2
     """Number of values that are sampled per candidate in the world model, for each of its two imagined futures."""
     aggregate: str = "majority"
-    """Aggregation of a candidate's values into one score: mean, lower_bound, median, or majority (mean of the
-    values on the side of the midrange with more values).
+    """Aggregation of a candidate's values into one score: mean, lower_bound, median, majority (mean of the values on
+    the side of the midrange with more values), or successes (mean of those above .05 if they are at least half, else 0,
+    as in the paper's code).
     """
     edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=6, order=1, sigma_max=20.0))
 

@@ -22,7 +22,7 @@ from robopolicy.core.policy import (
     recovers_latents,
 )
 from robopolicy.core.randomness import Generators
-from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.rollouts import HELPED_GROUPS, Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.core.world import World
 from robopolicy.nn.micro_batches import rows_at_once, scores_of
@@ -135,9 +135,19 @@ def add_position(rollouts: Rollouts, sources: Sources) -> Rollouts:
 
 
 def add_group_rates(rollouts: Rollouts, sources: Sources) -> Rollouts:
-    """Add `group_rate` [B, T], the success rate of the episode's group."""
-    groups = Segments.of(rollouts.group)
-    rate = groups.mean(rollouts.row_success.float())[groups.index]
+    """Add `group_rate` [B, T], the success rate of the episode's group.
+
+    Helped episodes that are compared among themselves have the rate of the group that they help, if it was played.
+    """
+    success, own = rollouts.row_success.float(), Segments.of(rollouts.group)
+    helped = rollouts.extras.helped
+    rate = own.mean(success)[own.index]
+    if helped is not None:
+        apart = helped[:, 0] & (rollouts.group >= HELPED_GROUPS)
+        groups = Segments.of(rollouts.group - apart * HELPED_GROUPS)
+        rate = torch.where(
+            apart & (groups.size(~apart) > 0)[groups.index], groups.mean(success, ~apart)[groups.index], rate
+        )
     return rollouts.with_extras(group_rate=rate[:, None].expand(rollouts.shape).contiguous())
 
 

@@ -26,9 +26,12 @@ def per_row(values: list[float], rollouts) -> torch.Tensor:
 def test_novelty_raises_good_episodes_that_are_unlikely_in_their_group():
     rollouts = make_rollouts([2, 2, 2], [0, 0, 0])
     rollouts = replace(rollouts, logp_behaviour=per_row([-1.0, -2.0, -1.5], rollouts))
-    changed = credit.novelty(rollouts, per_row([1.0, 1.0, -2.0], rollouts), CONTEXT)
+    changed = credit.novelty(rollouts, per_row([1.0, 1.0, -2.0], rollouts), CONTEXT, weight=1.0, limit=1.0)
     # eta: e^.5, e^-.5, 1 of means -1, -2, -1.5
     assert changed[:, 0, 0].tolist() == pytest.approx([1.0, 2 - math.exp(-0.5), -2.0])
+    # the paper's weight of 2.5 is limited to half the advantage where 2.5 (1 - eta) = .98 exceeds it
+    papers = credit.novelty(rollouts, per_row([1.0, 1.0, -2.0], rollouts), CONTEXT)
+    assert papers[:, 0, 0].tolist() == pytest.approx([1.0, 1.5, -2.0])
     capped = credit.novelty(rollouts, per_row([1.0, 0.2, 1.0], rollouts), CONTEXT, weight=2.0, limit=0.5)
     assert capped[:, 1, 1].tolist() == pytest.approx([1.0, 0.3, 1.0])
 

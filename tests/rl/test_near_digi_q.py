@@ -235,3 +235,10 @@ def test_the_first_error_of_a_failure_is_where_the_value_first_falls():
         [False, False, True, False],
         [False] * 4,
     ]
+    # What the student did before it; nothing where no error is found.
+    assert marked.extras["before_error"].tolist() == [
+        [True, False, False, False],
+        [False] * 4,
+        [True, True, False, False],
+        [False] * 4,
+    ]

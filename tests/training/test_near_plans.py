@@ -475,18 +475,31 @@ def test_remix_makes_the_policy_its_base_once_and_goes_on_on_policy_after_a_kill
 
 
 @pytest.mark.checks("auxiliaries/intervene", "InT")
-def test_the_teacher_is_imitated_at_first_errors_alone():
+@pytest.mark.parametrize("prefix", [0.0, None, 0.5])
+def test_the_teacher_is_imitated_at_first_errors_and_the_student_before_them(prefix: float | None):
     policy, rollouts = ChainPolicy(seed=2), whole_episodes(ChainPolicy(seed=1))
     wrong = torch.zeros_like(rollouts.alive)
     wrong[::2, 1] = True
-    rollouts = rollouts.with_extras(first_error=wrong & rollouts.alive)
-    config = replace(CONFIG, coefficient="none", models=("q_ensemble", "first_error"), auxiliaries=("intervene",))
+    own = torch.zeros_like(wrong)
+    own[::2, 0] = True
+    rollouts = rollouts.with_extras(first_error=wrong & rollouts.alive, before_error=own & rollouts.alive)
+    options = {} if prefix is None else {"intervene": {"prefix": prefix}}
+    config = replace(
+        CONFIG,
+        coefficient="none",
+        models=("q_ensemble", "first_error"),
+        auxiliaries=("intervene",),
+        options=options,
+    )
     order = torch.randperm(int(rollouts.alive.sum()), generator=torch.Generator().manual_seed(4))
     state, is_wrong = (each[rollouts.alive][order] for each in (rollouts.observation[STATE], wrong))
     mine = copy.deepcopy(policy)
     labels = {"observation": {STATE: state}, "actions": torch.full((len(state), 1, 2), 0.25)}
     losses = mine.loss(labels, torch.Generator().manual_seed(3))["imitation"]
     slow = losses[is_wrong].sum() / len(losses)
+    logp = mine.log_prob(*decisions_at(rollouts, rollouts.alive, BanditWorld(1).spec.instructions)).logp
+    weight = 1.0 if prefix is None else prefix  # a mean over all sampled steps, those of other chunks count as 0
+    slow = slow - weight * logp[own[rollouts.alive]].sum() / logp.numel()
     expected = torch.autograd.grad(slow, list(mine.parameters()))
     gradients = gradient_of(learner_of(policy, config, teacher=Pointing()), rollouts)
     for mean, one in zip(gradients, expected, strict=True):

@@ -387,6 +387,19 @@ def test_targets_take_the_smallest_of_a_drawn_subset_and_the_actor_climbs_the_me
         SacConfig(critics=2, critic_subset=3)
 
 
+@pytest.mark.checks("WSRL")
+@pytest.mark.parametrize(("made", "config", "value"), [(Sac, SMALL, 3.5), (Cql, CalQlConfig(width=16, depth=1), 2.5)])
+def test_the_actor_of_wsrl_climbs_the_smallest_of_all_critics(made, config, value: float, monkeypatch):
+    """Three critics in two states: 1, 2, 3 and 4, 5, 6. Log densities -1 and -3, temperature .5; SAC: the mean."""
+    agent = made(replace(config, critics=3, critic_subset=2, temperature=0.5), 1, CHUNK, 0)
+    losses: dict[str, float] = {}
+    table = torch.tensor([[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]])
+    monkeypatch.setattr(agent.critics, "forward", lambda state, action: table)
+    monkeypatch.setattr(agent, "step", lambda name, loss: losses.update({name: float(loss.detach())}))
+    agent.ascend(torch.zeros(2, 1), torch.zeros(2, CHUNK), torch.tensor([-1.0, -3.0]))
+    assert losses["actor"] == pytest.approx(0.5 * -2.0 - value)
+
+
 def test_the_actor_of_sac_moves_every_so_many_critic_steps():
     agent, data = Sac(replace(SMALL, policy_delay=3), 1, CHUNK, 0), recorded()
     moved = []

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from bandit_toys import BanditWorld, SavesRows
+from rl.made_rollouts import make_rollouts
 from seeing_toys import denoising_policy, token_policy
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.rollouts import HELPED_GROUPS, Rollouts
 from robopolicy.core.spec import TASK
 from robopolicy.core.world import Snapshot, Step
 from robopolicy.rl.algorithm import build_algorithm
@@ -17,6 +19,7 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import episode_metrics, recompute_log_probs
 from robopolicy.training.finetune import finetune
+from robopolicy.training.needs import add_group_rates
 
 CONFIG = FinetuneConfig(
     algorithm="grpo",
@@ -140,6 +143,22 @@ def test_help_is_refused_where_groups_are_used_as_soon_as_they_are_complete():
     collector = make_collector(world, policy, build_algorithm(config), config, 0, torch.Generator())
     with pytest.raises(ConfigError, match="set overprovision=0"):
         collector.collect(0)
+
+
+@pytest.mark.checks("auxiliaries/kl_by_difficulty", "CLPO")
+def test_a_problem_made_easier_stays_as_hard_as_it_was():
+    """Group 0 fails in 3 of 4 episodes and its eased ones succeed; 1 has no episodes without help; 2 compares all."""
+    groups = [0] * 4 + [HELPED_GROUPS] * 2 + [HELPED_GROUPS + 1] + [2] * 2
+    rollouts = make_rollouts([1] * 9, groups, [1.0, 0, 0, 0, 1, 1, 1, 1, 0])
+
+    def rates(rollouts: Rollouts) -> list[float]:
+        return add_group_rates(rollouts, None).extras["group_rate"][:, 0].tolist()  # type: ignore[arg-type]
+
+    assert rates(rollouts) == [0.25] * 4 + [1.0] * 3 + [0.5] * 2, "no help"
+    helped = rollouts.with_extras(helped=torch.tensor([0, 0, 0, 0, 1, 1, 1, 0, 1], dtype=torch.bool)[:, None])
+    assert rates(helped) == [0.25] * 6 + [1.0] + [0.5] * 2
+    later = replace(helped, group=helped.group + HELPED_GROUPS)  # as of a second collector
+    assert rates(later) == rates(helped)
 
 
 @pytest.mark.checks("allocator/retry_by_difficulty", "CLPO")

@@ -85,6 +85,12 @@ def test_values_are_scaled_to_what_was_recorded(begun):
     assert float(AGGREGATED["majority"](torch.tensor([[0.1, 0.2, 0.9, 0.8, 0.85]]))) == pytest.approx(0.85)
 
 
+def test_the_papers_majority_tells_success_from_failure_by_a_threshold():
+    """Above .05 is success: the mean of successes if they are at least half, else 0."""
+    scores = torch.tensor([[0.5, 0.6, 0.9, 0.02], [0.02, 0.6, 0.8, 0.01], [0.02, 0.05, 0.9, 0.01]])
+    assert AGGREGATED["successes"](scores).tolist() == pytest.approx([2 / 3, 0.7, 0.0])
+
+
 def test_half_of_a_batch_imitates_successes_and_the_rest_is_world_and_value(begun):
     batch = one_batch(begun)
     assert {role: len(rows["frames"]) for role, rows in batch.items()} == {"policy": 8, "world": 4, "value": 4}

@@ -2,15 +2,16 @@
 
 No layer is added to the `VideoTransformer`: what is no image becomes a frame of latents. After the present frame come
 four frames, in this order: the action chunk, the robot's state at its end, the image at its end, and the value (the
-discounted return). Numbers are scaled to [-1, 1], repeated until the frame is full, and read back as the mean over
-their copies. Every frame attends to the earlier ones, so given some of them the next ones are sampled: the chunk given
-the present (policy), the future given the chunk as well (world model), the value given all (value function). Planning
-samples several chunks, futures of each and values of each future, and takes the best chunk.
+discounted return from the present on). Numbers are scaled to [-1, 1], repeated until the frame is full, and read back
+as the mean over their copies. Every frame attends to the earlier ones, so given some of them the next ones are sampled:
+the chunk given the present (policy), the future given the chunk as well (world model), the value given all (value
+function). Planning samples several chunks, futures of each and values of each future, and takes the best chunk.
 
 Different here: the history is the present frame, repeated; images are predicted as changes from it, and a given chunk
 conditions later frames by the video model's own embedding as well; a new embedding per frame says which of the four it
-is, and another that it is given; no instructions. Axes: N
-rows, G given and D drawn frames, C latent channels, P elements of the robot's state, A action dimension.
+is, and another that it is given; no instructions. The authors' code learns the return from the chunk's end on, and
+aggregates as aggregate=successes does. Axes: N rows, G given and D drawn frames, C latent channels, P elements of the
+robot's state, A action dimension.
 """
 
 from collections.abc import Iterator, Mapping

@@ -208,7 +208,8 @@ def unpruned_leaf_steps(rollouts: Rollouts, width: str, share: float = 0.5) -> T
 
     width: all keeps all leaves; branch keeps the best of those that diverge last; extremes keeps the best and the worst
     of a group's leaves, half of `share` each and at least one. The split and everything before it are kept. Source:
-    width pruning, BranchGRPO. Raises ConfigError for an unknown width.
+    width pruning, BranchGRPO; the authors' code ranks single steps after the last split instead of leaves. Raises
+    ConfigError for an unknown width.
     """
     if width not in ("all", "branch", "extremes"):
         raise unknown_option("branch_grpo.width", width, ("all", "branch", "extremes"))
@@ -245,9 +246,9 @@ def unpruned_leaf_steps(rollouts: Rollouts, width: str, share: float = 0.5) -> T
 def unpruned_chain_steps(rollouts: Rollouts, depth: int, shift: int) -> Tensor:
     """Return the steps that keep a gradient when `depth` steps of every denoising chain are pruned, [B, T, K] bool.
 
-    The window of pruned steps lies at the end of the chain and is moved `shift` steps towards its start, at most to the
-    step at which branches diverge last. Source: depth pruning, BranchGRPO. Raises ConfigError if it does not fit behind
-    that step.
+    The window of pruned steps lies at the end of the chain and is moved `shift` steps towards its start, at most until
+    it is right behind the step at which branches diverge last; in the authors' code two steps further. Source: depth
+    pruning, BranchGRPO. Raises ConfigError if it does not fit behind that step.
     """
     steps = rollouts.mask.shape[-1]
     first = int(rollouts.branch_sampling_step.max()) + 1 if rollouts.branch_sampling_step is not None else 1

@@ -34,19 +34,19 @@ def dagger(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
 
 
 @mechanism(Slot.AUXILIARY, "intervene", source="InT, arXiv:2601.14209", needs=(Need.TEACHER, Need.FIRST_ERRORS))
-def intervene(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
-    """Imitate the teacher at the first wrong decision of every failed episode, and nowhere else.
+def intervene(inputs: AuxiliaryInputs, *, weight: float = 1.0, prefix: float = 1.0) -> Tensor:
+    """Imitate the teacher at the first wrong decision of every failed episode, and the student before it.
 
-    The wrong decision is extras["first_error"] of models=[q_ensemble,first_error]. What the student did before it stays
-    context. The sum over these chunks, divided by the number of all; the loss of a chunk is that of dagger. The paper
-    imitates corrections first (coefficient=none) and goes on with RL; both may also be learned at once. Returns a
-    scalar.
+    The wrong decision is extras["first_error"] of models=[q_ensemble,first_error]; what follows is not imitated. The
+    sum over these chunks, divided by the number of all; the loss of a chunk is that of dagger. The student's decisions
+    before it, extras["before_error"], add -prefix log pi, a mean over the minibatch's steps where others count as 0; 0
+    leaves them as context. The paper imitates both first (coefficient=none) and goes on with RL; they may also be
+    learned at once. Returns a scalar.
     """
-    is_wrong = inputs.extras["first_error"]
-    return (
-        weight
-        * torch.stack([torch.where(is_wrong, item, 0.0).mean() for item in _imitation_losses(inputs).values()]).sum()
-    )
+    is_wrong, is_before = inputs.extras["first_error"], inputs.extras["before_error"]
+    taught = [torch.where(is_wrong, item, 0.0).mean() for item in _imitation_losses(inputs).values()]
+    own = inputs.step_weights * torch.where(inputs.mask & is_before[:, None], inputs.scores.logp, 0.0)
+    return weight * (torch.stack(taught).sum() - prefix * own.sum())
 
 
 def _imitation_losses(inputs: AuxiliaryInputs) -> Mapping[str, Tensor]:
@@ -231,7 +231,8 @@ def stay_near_where_easy(
 ) -> Tensor:
     """KL to the base policy as in kl_base, times `factor` in groups whose success rate is at most `hard`.
 
-    Where the policy fails it may go further. Chunks are [n, ...]. Returns a scalar. Raises ConfigError as kl_base does.
+    Where the policy fails it may go further. A group that was played again with help (allocator=retry_by_difficulty)
+    is as hard as without it. Chunks are [n, ...]. Returns a scalar. Raises ConfigError as kl_base does.
     """
     scale = torch.where(inputs.extras["group_rate"] <= hard, factor, 1.0)[:, None]
     return weight * (inputs.step_weights * scale * _kl_to_base(inputs, estimator)).sum()

@@ -332,7 +332,9 @@ def perception(
 
     so that c gains gamma (1 - exp(x)), where k3 is below the cap, and eta. gamma falls along a cosine to 0 at the
     fraction `until` of the run. log pi(degraded) is that of the policy before the update, without gradient; the paper
-    also lowers the entropy of its own degraded outputs, which has no gradient here.
+    also lowers the entropy of its own degraded outputs, which has no gradient here. log pi is averaged over steps like
+    everything else; the authors' code sums it over an answer, so that its eta pulls as many times more as there are
+    steps.
     """
     degraded = scored.rollouts.extras["blackout_logp"].gather(-1, scored.chosen)
     x = torch.where(scored.mask, degraded - scored.logp, 0.0).clamp(-20, 20)

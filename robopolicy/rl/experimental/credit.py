@@ -214,14 +214,15 @@ def seed_grpo(
 
 @mechanism(Slot.CREDIT, "novelty", source="XRPO, arXiv:2510.06672", needs=(Need.GROUPS,))
 def novelty(
-    rollouts: Rollouts, advantage: Tensor, context: Context, *, weight: float = 1.0, limit: float = 1.0
+    rollouts: Rollouts, advantage: Tensor, context: Context, *, weight: float = 2.5, limit: float = 0.5
 ) -> Tensor:
     """Raise positive advantages of unusual episodes: A + min(max(weight (1 - eta), 0), limit A).
 
     eta = exp(s - mean of s over the group), s the mean log-probability of an episode's steps under the behaviour
     policy: below 1 for an episode that is less likely than its group's others. Other advantages are unchanged. If
     log-probabilities are sums over many elements (policy.logp_reduction=sum), eta is near 0 or very large. Source: two
-    public re-implementations; the paper could not be read. Takes and returns A [B, T, K].
+    public re-implementations, and for the defaults a published review that quotes them; the paper could not be read.
+    Takes and returns A [B, T, K].
     """
     logp = torch.where(rollouts.mask, rollouts.logp_behaviour, 0.0).sum((1, 2))
     mean = logp / rollouts.mask.sum((1, 2)).clamp(min=1)

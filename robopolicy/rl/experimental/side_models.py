@@ -470,7 +470,8 @@ class FirstError:
     """Mark the first decision of every failed episode after which the value falls by at least `drop`.
 
     V of q_ensemble (target=monte_carlo), which stands before it in models; after the last decision of a failure it is
-    0. In the paper a language model finds the first wrong step of a solution. Adds extras["first_error"] [B, T] bool.
+    0. In the paper a language model finds the first wrong step of a solution. Adds extras["first_error"] and, for the
+    decisions before it, extras["before_error"], [B, T] bool.
     """
 
     def __init__(self, tools: Tools, *, drop: float = 0.2):
@@ -478,7 +479,9 @@ class FirstError:
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Add the marks."""
-        return rollouts.with_extras(first_error=first_falls(rollouts, rollouts.extras["v"], self.drop))
+        error = first_falls(rollouts, rollouts.extras["v"], self.drop)
+        before = error.any(1, keepdim=True) & (error.cumsum(1) == 0)
+        return rollouts.with_extras(first_error=error, before_error=before)
 
     def tree(self) -> dict[str, Any]:
         """Return an empty state."""

@@ -210,7 +210,7 @@ class SacConfig(AgentConfig):
     """Learning rate of the actor and the temperature, null for that of the critics."""
     critic_subset: Count | None = None
     """Number of critics, sampled at every update, whose minimum is the target; the actor maximises the mean of all
-    (REDQ, arXiv:2101.05982). null uses the minimum of all critics for both.
+    (REDQ, arXiv:2101.05982), with cql and cal_ql the minimum (WSRL). null uses the minimum of all for both.
     """
     policy_delay: Count = 1
     """Number of critic updates per update of actor and temperature."""

@@ -68,6 +68,12 @@ class Sac(OfflineAgent):
             values = values[order[: self.config.critic_subset].to(values.device)]
         return values.min(0).values
 
+    def climbed(self, values: Tensor) -> Tensor:
+        """Return the values [B] that the actor maximises, of critics' values [N, B]: their mean with `critic_subset`,
+        else their minimum.
+        """
+        return values.min(0).values if self.config.critic_subset is None else values.mean(0)
+
     def regulariser(
         self, batch: Transitions, values: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -118,8 +124,7 @@ class Sac(OfflineAgent):
         """Take one step of actor and temperature by its actions [B, A], with gradients, in states [B, S] and their log
         densities [B]; returns the entropy, [].
         """
-        values = self.critics(state, action)
-        value = values.min(0).values if self.config.critic_subset is None else values.mean(0)
+        value = self.climbed(self.critics(state, action))
         # E[temperature log pi - Q]: the temperature has a loss of its own below.
         self.step("actor", (self.log_temperature.exp().detach() * density - value).mean())
         if self.config.learn_temperature:
@@ -172,8 +177,7 @@ class Mdpo(Sac):
         """
         if (self.updates // self.config.policy_delay) % self.config.mirror_steps == 0:
             self.previous.load_state_dict(self.actor.state_dict())
-        values = self.critics(state, action)
-        value = values.min(0).values if self.config.critic_subset is None else values.mean(0)
+        value = self.climbed(self.critics(state, action))
         divergence = density - self.previous.log_prob(state, action)
         self.step("actor", (self.log_temperature.exp().detach() * divergence - value).mean())
         return -density.detach().mean()
@@ -214,6 +218,10 @@ class Cql(Sac):
         super().begin(data)
         if self.config.calibrated and not bool(recorded_outcome(data).isfinite().any()):
             raise DataError("Cal-QL needs recorded returns, but a time limit truncated every episode: use CQL.")
+
+    def climbed(self, values: Tensor) -> Tensor:
+        """Return the minimum [B] of critics' values [N, B], with `critic_subset` too: WSRL, as in its authors' code."""
+        return values.min(0).values
 
     def regulariser(
         self, batch: Transitions, values: Tensor, generator: torch.Generator

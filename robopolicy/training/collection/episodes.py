@@ -20,7 +20,7 @@ from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, Trainable, is_condition
 from robopolicy.core.randomness import derive_seed, episode_seeds
-from robopolicy.core.rollouts import Rollouts, concatenate
+from robopolicy.core.rollouts import HELPED_GROUPS, Rollouts, concatenate
 from robopolicy.core.segments import Segments
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.world import Snapshot, Snapshots, World
@@ -585,8 +585,7 @@ def settle_helped(
             conditions = conditions_of(rollouts, policy, instructions)
             rollouts = replace(rollouts, latents={**rollouts.latents, **conditions})
     if not allocator.together:
-        # Beyond all numbers of groups, which are counted through a run.
-        rollouts = replace(rollouts, group=rollouts.group + helped.long() * 2**40)
+        rollouts = replace(rollouts, group=rollouts.group + helped.long() * HELPED_GROUPS)
     return rollouts
 
 
