@@ -24,6 +24,7 @@ from robopolicy.core.faulty import with_faults_of, without_faults
 from robopolicy.core.machine import rendering_error_hint
 from robopolicy.core.origin import WorldOrigin, check_saved_options, texts
 from robopolicy.core.registry import is_dotted, is_trusted, load_dotted, named_arguments, trust_path
+from robopolicy.core.scheduled import with_schedules_of, without_schedules
 from robopolicy.core.spec import DEFAULT_IMAGE_SIZE, WorldSpec, require_cameras_named
 from robopolicy.core.trials import with_trials_of, without_trials
 from robopolicy.core.world import Controller, World
@@ -52,16 +53,18 @@ def make_world(name: str, batch_size: int, **options: Any) -> World:
     without arguments that returns one (runs on the MuJoCo engine). (2) A class derived from gymnasium.Env (runs in the
     gymnasium suite). (3) A class or function called as make(batch_size, *, seed, history, **options) that returns a
     `World`. cameras and image_size (`core.spec.image_sizes`; one number for all) are passed only when given.
-    latency_steps, faults and trial_episodes, for any world: see `core.delayed.with_latency`, `core.faulty` and
-    `core.trials`. Raises ConfigError, and SpecError when images are not named as cameras.
+    latency_steps, faults, trial_episodes and stl, for any world: see `core.delayed.with_latency`, `core.faulty`,
+    `core.trials` and `core.scheduled`. Raises ConfigError, and SpecError when images are not named as cameras.
     """
     try:
-        inner = _made(name, batch_size, without_trials(without_faults(without_latency(options))))
+        plain_options = without_schedules(without_trials(without_faults(without_latency(options))))
+        inner = _made(name, batch_size, plain_options)
     except Exception as error:
         if text := rendering_error_hint(error):
             raise ConfigError(text) from error
         raise
     world = with_trials_of(options, with_latency_of(options, with_faults_of(options, inner)))
+    world = with_schedules_of(options, world)
     try:
         require_cameras_named(world.spec.observation, f"The world '{name}'")
     except SpecError:

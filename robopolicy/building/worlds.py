@@ -33,6 +33,7 @@ from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import WorldOrigin, origin_of, prefix_errors, renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive_seed
+from robopolicy.core.scheduled import KINDS, SCHEDULES_OPTION
 from robopolicy.core.spec import (
     DEFAULT_IMAGE_SIZE,
     IMAGE_PREFIX,
@@ -56,6 +57,7 @@ from robopolicy.policies.abilities import MapsFeatures
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.success.classifier import require_input, shared_classifier
 from robopolicy.success.world import with_classifier
+from robopolicy.training.schedules import load_critic, schedule_by
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
 from sims.names import suite_of
@@ -88,6 +90,8 @@ def build_world(
     """
     with prefix_errors(policy):
         world = _made_world(section, policy, batch_size, episodes, seed, device, filmed)
+        if (critic := section.options.get(SCHEDULES_OPTION, KINDS[0])) not in KINDS:
+            schedule_by(world, load_critic(Path(critic), world.spec, device), best=True)
         if policy is not None:
             _require_fit(policy, world)
     if policy is not None and QUEUE in world.spec.observation and QUEUE not in policy.spec.observation:

@@ -50,13 +50,13 @@ class Specification:
         # Python's grammar reads all but the infix U and the exclamation mark.
         python = re.sub(r"!(?!=)", "~", UNTIL.sub(r" @U\1@ ", text))
         try:
-            self._tree = ast.parse(python.strip(), mode="eval").body
+            self.tree = ast.parse(python.strip(), mode="eval").body
         except SyntaxError as error:
-            raise self._error(f"it cannot be read ({error.msg})") from None
-        if not self._is_formula(self._tree):
-            raise self._error("it compares nothing, e.g. F[0,3](x > 1)")
+            raise self.error(f"it cannot be read ({error.msg})") from None
+        if not self._is_formula(self.tree):
+            raise self.error("it compares nothing, e.g. F[0,3](x > 1)")
         one = {key: np.zeros((1, 1, *field.shape)) for key, field in fields.items() if _is_vector(key)}
-        self._margins(self._tree, one, 1)  # names and intervals are checked before an hour of episodes
+        self.margins(self.tree, one, 1)  # names and intervals are checked before an hour of episodes
 
     def robustness(self, frames: Mapping[str, Array], lengths: Array) -> Array:
         """Return the robustness [E] at the first frame; it is fulfilled where this is at least 0.
@@ -65,38 +65,41 @@ class Specification:
         """
         last = np.minimum(np.arange(max(map(int, lengths))), np.asarray(lengths)[:, None] - 1)  # [E, T]
         held = {key: value[np.arange(len(value))[:, None], last] for key, value in frames.items()}
-        return self._margins(self._tree, held, last.shape[1])[:, 0]
+        return self.margins(self.tree, held, last.shape[1])[:, 0]
 
-    def _margins(self, node: ast.expr, frames: Mapping[str, Array], count: int) -> Array:
-        """Return the robustness of a part of the formula at every frame, [E, T]."""
+    def margins(self, node: ast.expr, frames: Mapping[str, Array], count: int) -> Array:
+        """Return the robustness of a part of the formula (a node of `tree`) at every frame, [E, T].
+
+        frames: key -> [E, T, *shape]; count: T.
+        """
         match node:
             case ast.BinOp(
                 left=ast.BinOp(left=first, op=ast.MatMult(), right=operator), op=ast.MatMult(), right=second
             ):
-                low, high = self._interval(operator, "U", count)
-                return until(self._margins(first, frames, count), self._margins(second, frames, count), low, high)
+                low, high = self.interval(operator, "U", count)
+                return until(self.margins(first, frames, count), self.margins(second, frames, count), low, high)
             case ast.BinOp(op=ast.BitAnd()):
-                return np.minimum(self._margins(node.left, frames, count), self._margins(node.right, frames, count))
+                return np.minimum(self.margins(node.left, frames, count), self.margins(node.right, frames, count))
             case ast.BinOp(op=ast.BitOr()):
-                return np.maximum(self._margins(node.left, frames, count), self._margins(node.right, frames, count))
+                return np.maximum(self.margins(node.left, frames, count), self.margins(node.right, frames, count))
             case ast.UnaryOp(op=ast.Invert()):
-                return -self._margins(node.operand, frames, count)
-            case ast.Call(func=operator, args=[part]) if (name := _temporal(operator)) is not None:
-                low, high = self._interval(operator, name, count)
-                margins = self._margins(part, frames, count)
+                return -self.margins(node.operand, frames, count)
+            case ast.Call(func=operator, args=[part]) if (name := temporal_operator(operator)) is not None:
+                low, high = self.interval(operator, name, count)
+                margins = self.margins(part, frames, count)
                 return eventually(margins, low, high) if name == "F" else -eventually(-margins, low, high)
             case ast.Compare():
                 return self._compared(node, frames)
             case _:
                 part = ast.unparse(node)
-                raise self._error(f"'{part}' is not a comparison; put comparisons in parentheses: (x > 1) & (y < 2)")
+                raise self.error(f"'{part}' is not a comparison; put comparisons in parentheses: (x > 1) & (y < 2)")
 
     def _compared(self, node: ast.Compare, frames: Mapping[str, Array]) -> Array:
         values = [self._value(each, frames) for each in (node.left, *node.comparators)]
         margins: list[Array] = []
         for operator, low, high in zip(node.ops, values[:-1], values[1:], strict=True):
             if not isinstance(operator, ast.Lt | ast.LtE | ast.Gt | ast.GtE):
-                raise self._error("values are compared with <, <=, > and >=")
+                raise self.error("values are compared with <, <=, > and >=")
             margins.append(high - low if isinstance(operator, ast.Lt | ast.LtE) else low - high)
         shape = next(iter(frames.values())).shape[:2]
         return np.broadcast_to(reduce(np.minimum, margins), shape)
@@ -116,14 +119,14 @@ class Specification:
             case ast.Name() | ast.Subscript():
                 name = ast.unparse(node)
                 if name not in self._places:
-                    raise self._error(f"there is no element '{name}'.{did_you_mean(name, self._places)} Elements")
+                    raise self.error(f"there is no element '{name}'.{did_you_mean(name, self._places)} Elements")
                 key, place = self._places[name]
                 return frames[key].reshape(*frames[key].shape[:2], -1)[..., place]
             case _:
                 part = ast.unparse(node)
-                raise self._error(f"'{part}' is not a number; put comparisons in parentheses: (x > 1) & (y < 2)")
+                raise self.error(f"'{part}' is not a number; put comparisons in parentheses: (x > 1) & (y < 2)")
 
-    def _interval(self, node: ast.expr, name: str, count: int) -> tuple[int, int]:
+    def interval(self, node: ast.expr, name: str, count: int) -> tuple[int, int]:
         """Return an operator's interval in control steps; without one, up to the last frame."""
         if isinstance(node, ast.Name):
             return 0, count - 1
@@ -131,15 +134,16 @@ class Specification:
         try:
             low, high = (float(each) * self._fps for each in ast.literal_eval(node.slice))
         except (ValueError, TypeError):
-            raise self._error(f"{name} needs an interval of two numbers in seconds, e.g. {name}[0,3]") from None
+            raise self.error(f"{name} needs an interval of two numbers in seconds, e.g. {name}[0,3]") from None
         if not 0 <= low <= high <= LONGEST:
-            raise self._error(f"{ast.unparse(node)} must begin at 0 or later and end after its begin")
+            raise self.error(f"{ast.unparse(node)} must begin at 0 or later and end after its begin")
         return round(low), round(high)
 
     def _is_formula(self, node: ast.expr) -> bool:
         return any(isinstance(each, ast.Compare) for each in ast.walk(node))
 
-    def _error(self, text: str) -> ConfigError:
+    def error(self, text: str) -> ConfigError:
+        """Return the error that names the formula."""
         names = ", ".join(self._places)
         return ConfigError(f"The formula '{self.text}': {text}. Elements: {names[:600]}.")
 
@@ -212,7 +216,7 @@ def _held(values: Array, steps: int) -> Array:
     return np.concatenate([values, np.repeat(values[:, -1:], steps, axis=1)], axis=1)
 
 
-def _temporal(node: ast.expr) -> str | None:
+def temporal_operator(node: ast.expr) -> str | None:
     """Return F or G if a node is this operator, with or without an interval."""
     name = node.value if isinstance(node, ast.Subscript) else node
     return name.id if isinstance(name, ast.Name) and name.id in ("F", "G") else None

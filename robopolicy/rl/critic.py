@@ -69,6 +69,7 @@ class Critic(nn.Module):
     def __init__(self, encoder: nn.Module, features: int, width: int = 256, depth: int = 2, activation: str = "mish"):
         super().__init__()
         self.encoder = encoder
+        self.architecture = {"width": width, "depth": depth, "activation": activation}
         layers: list[nn.Module] = []
         for size in chain((features,), repeat(width, depth - 1)):
             layers += [nn.Linear(size, width), ACTIVATIONS[activation]()]

@@ -63,6 +63,7 @@ from robopolicy.training.guidance import Guidance
 from robopolicy.training.late_evaluation import LateEvaluation
 from robopolicy.training.needs import Sources, add_extras, needs_images, satisfied_needs, with_reference
 from robopolicy.training.overlap import total_weight_of
+from robopolicy.training.schedules import require_own_schedules, schedule_by
 from robopolicy.training.state import (
     load_trainer,
     on_device,
@@ -149,6 +150,7 @@ def finetune(
     Raises ConfigError for an invalid combination, NonFiniteError naming the quantity and the iteration, and
     RuntimeError if recomputed log-probabilities differ from those at acting time.
     """
+    require_own_schedules(world, config)
     course = StoppingRule(stopping or StoppingSettings(config.patience, watched=False), config.target_success)
     evaluations = evaluate, confirm
     tuning = _Finetuning(policy, critic, world, config, run, evaluations, seed, guidance, course, workers)
@@ -427,6 +429,7 @@ class _Finetuning:
             # Normalised once: statistics that moved would change the values of all older targets.
             if self.iteration == 0:
                 self.critic.fit(rollouts.observation)
+                schedule_by(self.world, self.critic, best=False)
             discount, gae_lambda = self.config.discount, self.config.gae_lambda
             finished = Need.FINISHED in self.algorithm.needs
             rollouts = with_values(rollouts, self.critic, self.return_scale, discount, gae_lambda, finished=finished)
@@ -651,6 +654,8 @@ class _Finetuning:
         for name, controller in self.controllers.items():
             controller.restore(tree["controllers"][name])
         self.return_scale.load_state_dict(tree["return_scale"])
+        if self.iteration:
+            schedule_by(self.world, self.critic, best=False)
         # Last, when no constructor or `restore` draws any more.
         self.generators.restore(tree["generators"])
         if self.late is not None:

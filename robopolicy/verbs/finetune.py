@@ -47,6 +47,7 @@ from robopolicy.training.finetune import finetune
 from robopolicy.training.memory import MemoryBudget, packed_image_fraction, plan_memory, policy_copies
 from robopolicy.training.needs import needs_images
 from robopolicy.training.scaling import HEADER, Recorded, scaling_rows
+from robopolicy.training.schedules import save_critic, schedule_by
 from robopolicy.training.update import by_episode, minibatch_rows, random_steps
 from robopolicy.verbs.advice import Evidence, print_advice
 from robopolicy.verbs.job import (
@@ -119,7 +120,7 @@ def tune(config: Config, workers: Workers) -> int:
         return evaluate_policy(judging, candidate, fresh_seeds, **options).figures()
 
     clock = job.folder.clock()
-    critic = build_critic(world, section, config.run.seed).to(device)
+    schedule_by(judging, critic := build_critic(world, section, config.run.seed).to(device), best=True)
     with on_cpu(base_module, section.fsdp):
         finetuning = finetune(
             policy,
@@ -135,6 +136,7 @@ def tune(config: Config, workers: Workers) -> int:
         )
     if job.is_over:
         return 0
+    save_critic(job.folder.path / "critic", critic, world)
     seconds = clock.seconds
     saved = Saved({"base": path, "tuned": job.folder.checkpoint}, like=path, workers=workers)
     verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes, saved)
