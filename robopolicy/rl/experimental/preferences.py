@@ -29,7 +29,8 @@ def siblings(scored: Scored, *, beta: float = 0.1, pairs: str = "outcome", smoot
 
     Siblings are chunks with the same past (finetune.branch_at; first chunks of a group too). The good one has a success
     below it, the bad one none; D is the sum of log pi / pi_ref over the steps of that chunk alone, pi_ref the base
-    policy. So c = beta sigmoid(-m) on the good chunk and its negative on the bad one; the loss is the mean over pairs.
+    policy. So c = beta sigmoid(-m) on the good chunk and its negative on the bad one; the loss is the mean over pairs,
+    exactly with weight=constant and length=1.
     Deviations from TP-LLaMA: the paper takes one pair a fork of successful paths, here all are taken, and it imitates
     the paths first. pairs=values: instead the best and the worst sibling of each fork by the mean return of the
     episodes below them. smooth: the label is uncertain by s = N_bad / (N_good + N_bad), at most 1/2, with N the
