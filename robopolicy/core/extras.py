@@ -73,6 +73,10 @@ class Extras:
     """[B, T, K] squared norm of the log-probability's gradient by the step's logits or means. Added with it."""
     teacher_overlap: Tensor | None = None
     """[B, T, K] in 0..1, agreement of the policy's and the teacher's distributions. Added for Need.TEACHER_OVERLAP."""
+    outcome: Tensor | None = None
+    """[B, T] int64, at an episode's last chunk whether it succeeded, 0 or 1, elsewhere -1. Added for Need.OUTCOMES."""
+    change: Tensor | None = None
+    """[B, T, E] int64, bin of the change of E elements of the observation. Added by the side model changes."""
     right_logp: Tensor | None = None
     """[B, T, K] log-probability if the goal were where a success ended. Added by the side model answers."""
     wrong_logp: Tensor | None = None

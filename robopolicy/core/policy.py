@@ -287,6 +287,28 @@ class SupportsMixedPrecision(Protocol):
 
 
 @runtime_checkable
+class AnswersInTokens(Protocol):
+    """A token policy that can go on after the tokens of a chunk, in its own vocabulary.
+
+    answers_in_tokens: whether its decoding can.
+    """
+
+    @property
+    def answers_in_tokens(self) -> bool:
+        """Whether it can; see the class."""
+        ...
+
+    def answer_log_probs(
+        self, observation: TensorObservation, latents: Mapping[str, Tensor], answers: Tensor
+    ) -> Tensor:
+        """Return the log-probabilities [N, L, V] of each of L tokens after those of the chunk, given those before it.
+
+        answers: [N, L] int64, of which the last is not read.
+        """
+        ...
+
+
+@runtime_checkable
 class MatchingLikelihood(Protocol):
     """A policy whose log-probabilities can be computed by denoising its own action, noised at K levels.
 

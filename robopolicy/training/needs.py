@@ -12,6 +12,7 @@ import torch
 
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import (
+    AnswersInTokens,
     CachesCondition,
     FinishesChain,
     MatchingLikelihood,
@@ -31,6 +32,7 @@ from robopolicy.rl.context import latents_for_other_policy
 from robopolicy.rl.critic import Critic
 from robopolicy.rl.objective import distribution_overlap, score_norm
 from robopolicy.rl.registry import Need
+from robopolicy.rl.rewards import last_chunk
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import (
     SCORED_AT_ONCE,
@@ -151,6 +153,12 @@ def add_group_rates(rollouts: Rollouts, sources: Sources) -> Rollouts:
     return rollouts.with_extras(group_rate=rate[:, None].expand(rollouts.shape).contiguous())
 
 
+def add_outcomes(rollouts: Rollouts, sources: Sources) -> Rollouts:
+    """Add `outcome` [B, T]: whether an episode succeeded, at its last chunk, and -1 elsewhere."""
+    success = rollouts.row_success.long()[:, None]
+    return rollouts.with_extras(outcome=torch.where(last_chunk(rollouts), success, -1))
+
+
 PROVIDERS: Mapping[Need, Provider] = {
     Need.ENTROPY: Provider(add_entropy),
     Need.BLACKOUT_SCORES: Provider(add_blackout_scores, frozenset({Need.IMAGES})),
@@ -160,6 +168,7 @@ PROVIDERS: Mapping[Need, Provider] = {
     Need.TEACHER_OVERLAP: Provider(add_teacher_overlap, frozenset({Need.SAME_STEPS})),
     Need.POSITION: Provider(add_position),
     Need.GROUP_RATES: Provider(add_group_rates, frozenset({Need.GROUPS})),
+    Need.OUTCOMES: Provider(add_outcomes, frozenset({Need.EPISODES})),
 }
 
 
@@ -216,6 +225,8 @@ def satisfied_needs(
     else:
         have |= {Need.MEANS} if isinstance(policy, RecordsMeans) else set()
         have |= {Need.FINISHES} if isinstance(policy, FinishesChain) else set()
+    if isinstance(policy, AnswersInTokens) and policy.answers_in_tokens:
+        have.add(Need.FURTHER_TOKENS)
     if recovers_latents(policy):
         have.add(Need.SCORES_ACTIONS)
     if config.group_size > 1 or config.branch_at:  # the leaves of one root are a group

@@ -53,13 +53,14 @@ GIVERS = {
     Need.FIRST_ERRORS: ("q_ensemble", "first_error"),
     Need.BRANCHING_SCORES: ("past_policy",),
     Need.ANSWER_SCORES: ("answers",),
+    Need.CHANGES: ("changes",),
 }
 """Models, in their order, that satisfy a need."""
 BY_MATCHING = {Need.MATCHING, Need.FLOW_VALUES}
 NEEDS_TEACHER = {Need.TEACHER, Need.SAME_STEPS, Need.TEACHER_SCORES, Need.TEACHER_OVERLAP, Need.PREFERENCE}
 SEVERAL = {Slot.CREDIT, Slot.REWARD, Slot.SELECTION, Slot.AUXILIARY, Slot.CONTROLLER, Slot.MODEL}
 REFUSED = {
-    "denoising": {Need.CATEGORICAL},
+    "denoising": {Need.CATEGORICAL, Need.FURTHER_TOKENS},
     "tokens": {Need.GAUSSIAN, Need.MEANS, Need.FINISHES, *BY_MATCHING},
 }
 """Needs that a kind of policy can never meet."""
@@ -72,6 +73,8 @@ REASONS = {
     "prefixes": "does not support snapshots",
     "procedures, allocator": "does not support snapshots",
     "answers": r"set options\.answers\.goal",
+    "changes": r"set options\.changes\.elements",
+    "predict_changes, tokens": r"set options\.changes\.elements",
     "evidence": r"set options\.answers\.goal",
     "distill_own": r"set world\.options\.faults, such as \[blackout\], and world\.options\.undisturbed=true",
     "f_imitation, denoising": r"auxiliaries=f_imitation needs a policy that can compute log-probabilities of given",
@@ -155,6 +158,7 @@ READS = {
     Need.TEACHER_OVERLAP: "teacher_overlap",
     Need.POSITION: "position",
     Need.GROUP_RATES: "group_rate",
+    Need.OUTCOMES: "outcome",
 }
 
 

@@ -137,6 +137,12 @@ class CausalDecoding(nn.Module):
         """Return the mean over the valid tokens [N]; see `Decoding`."""
         return _mean_error(language.head(self._teacher_forced(language, prompt, tokens)), tokens, valid)
 
+    def score_further(self, language: ActionLanguage, prompt: Prompt, tokens: Tensor, further: Tensor) -> Tensor:
+        """Return the log-probabilities [N, L, V] of L further tokens [N, L] after the K tokens [N, K] of a chunk."""
+        token_embeddings = language.embedding(torch.cat([tokens, further[:, :-1]], 1))
+        hidden = language.model.extend(prompt.reading, torch.cat([prompt.observation, token_embeddings], 1))
+        return language.log_probabilities(hidden[:, -further.shape[1] :])
+
     def _teacher_forced(self, language: ActionLanguage, prompt: Prompt, tokens: Tensor) -> Tensor:
         """Return the hidden states [N, K, width] that predict the tokens [N, K]."""
         # The state before a token says it: the last of the observation the first token, token k - 1 token k.

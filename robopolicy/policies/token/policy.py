@@ -48,7 +48,7 @@ from robopolicy.policies.checkpoint import save_policy, saved_fields
 from robopolicy.policies.interface import check_chunks, in_range, instructions_or_default, register_range, select_fields
 from robopolicy.policies.steps import probed_actions
 from robopolicy.policies.token.configuration import TokenConfig, TokenPolicyConfig, TokenVision
-from robopolicy.policies.token.decoding import ActionLanguage, MaskedDecoding, Prompt, make_decoding
+from robopolicy.policies.token.decoding import ActionLanguage, CausalDecoding, MaskedDecoding, Prompt, make_decoding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -239,6 +239,22 @@ class TokenPolicy(nn.Module):
                 1, indices[..., None].expand(-1, -1, log_probabilities.shape[-1])
             )
         return Scores(logp, entropy, {"log_probabilities": log_probabilities})
+
+    @property
+    def answers_in_tokens(self) -> bool:
+        """Whether it can go on after the tokens of a chunk, as causal decoding does; see `AnswersInTokens`."""
+        return isinstance(self.decoding, CausalDecoding)
+
+    def answer_log_probs(
+        self, observation: TensorObservation, latents: Mapping[str, Tensor], answers: Tensor
+    ) -> Tensor:
+        """Return the log-probabilities [N, L, V] of answers [N, L] after the chunk's tokens; see `AnswersInTokens`.
+
+        Raises ConfigError unless decoding is causal.
+        """
+        if not isinstance(self.decoding, CausalDecoding):
+            raise ConfigError("Only causal decoding goes on after the tokens of a chunk: set decoding=causal.")
+        return self.decoding.score_further(self._action_language, self._prompt(observation), latents["tokens"], answers)
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the latents [N, ...] with which `act` would have generated chunks [N, C, A] in world units.
