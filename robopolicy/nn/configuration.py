@@ -120,7 +120,7 @@ class EdmConfig:
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
-LearningPrecision = Literal["fp32", "bf16", "bf16_backward"]
+LearningPrecision = Literal["fp32", "bf16", "bf16_backward", "fp8"]
 """Number format of multiplications during training of policies and critics, see `robopolicy.nn.precision`."""
 
 Optimiser = Literal["adamw", "adamw8bit"]

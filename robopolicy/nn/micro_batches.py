@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import ScoredPolicy, Scores, TensorObservation, Trainable
-from robopolicy.nn.precision import is_lowered, recomputing
+from robopolicy.nn.precision import lowered_precision, recomputing
 
 _at_once: ContextVar[int] = ContextVar("rows computed at once", default=0)
 _minibatch: ContextVar[int] = ContextVar("rows of a minibatch", default=0)
@@ -85,7 +85,7 @@ def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return function(*arguments)
-    lowered = is_lowered()
+    lowered = lowered_precision()
     return checkpoint(
         function, *arguments, use_reentrant=False, context_fn=lambda: (nullcontext(), recomputing(lowered))
     )

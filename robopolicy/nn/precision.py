@@ -11,6 +11,8 @@ of matrix multiplications differs, which are most of the computation.
   tokens use fp32; backward passes use the precision of the forward pass. Acting and log-probabilities run through the
   same calls, so ratios still start at 1: exactly on an x86 CPU where the products of a row do not depend on the number
   of rows, elsewhere up to their rounding (`tolerance_in`).
+- fp8: the linear layers of the same networks multiply numbers rounded to 8 bits, in acting as in training (`fp8`). It
+  is simulated: it shows what 8 bits do to learning, and saves neither time nor memory. For token policies.
 - bf16_backward: forward passes equal those of fp32 bit for bit; the products of the backward pass are bfloat16.
 """
 
@@ -27,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.nn.configuration import LearningPrecision, Precision
+from robopolicy.nn.fp8 import EightBitProducts
 from robopolicy.nn.shapes import META, MetaAutocast
 
 ROUNDING = 2**-5
@@ -35,7 +38,7 @@ ROUNDING = 2**-5
 OF_TOKENS = 1e-4
 """Tolerance for token log-probabilities due to different batch sizes."""
 
-_lowered: ContextVar[bool] = ContextVar("lowered", default=False)
+_lowered: ContextVar[LearningPrecision] = ContextVar("lowered", default="fp32")
 _again: ContextVar[bool] = ContextVar("again", default=False)
 
 
@@ -53,7 +56,7 @@ def autocast(precision: Precision, device: torch.device) -> torch.autocast:
 
 def require_precision(precision: LearningPrecision, device: torch.device) -> None:
     """Raise ConfigError if `device` lacks the requested bfloat16, and warn if it only emulates it."""
-    if precision == "fp32":
+    if precision in ("fp32", "fp8"):
         return
     prefix = f"precision={precision} computes matrix products in bfloat16"
     if device.type not in ("cpu", "cuda"):
@@ -78,7 +81,7 @@ def require_precision(precision: LearningPrecision, device: torch.device) -> Non
 @contextmanager
 def training_precision(precision: LearningPrecision) -> Iterator[None]:
     """Context in which `run_in_training_precision` uses this precision, in the current thread."""
-    token = _lowered.set(precision == "bf16")
+    token = _lowered.set(precision if precision in ("bf16", "fp8") else "fp32")
     try:
         yield
     finally:
@@ -100,9 +103,14 @@ def tolerance_in(precision: LearningPrecision, tolerance: float, categorical: bo
     return max(tolerance, ROUNDING) if precision == "bf16" else tolerance
 
 
-def is_lowered() -> bool:
-    """Whether `run_in_training_precision` currently uses bfloat16."""
+def lowered_precision() -> LearningPrecision:
+    """Return the precision that `run_in_training_precision` currently uses: fp32, bf16 or fp8."""
     return _lowered.get()
+
+
+def is_lowered() -> bool:
+    """Whether `run_in_training_precision` currently uses another precision than fp32."""
+    return _lowered.get() != "fp32"
 
 
 def run_in_training_precision(network: Callable[[], Tensor], device: torch.device) -> Tensor:
@@ -111,22 +119,24 @@ def run_in_training_precision(network: Callable[[], Tensor], device: torch.devic
     The output is converted to fp32 at once, because a bfloat16 prediction combined with a schedule's scalars would stay
     bfloat16.
     """
-    if not _lowered.get():
+    if not is_lowered():
         return network()
     with lowering(device):
         return network().float()
 
 
 def lowering(device: torch.device) -> AbstractContextManager[object]:
-    """Return the autocast context for `device` in the run's training precision."""
-    if not _lowered.get():
+    """Return the context for products on `device` in the run's training precision."""
+    if not is_lowered():
         return nullcontext()
+    if _lowered.get() == "fp8":
+        return EightBitProducts()
     return MetaAutocast() if device == META else torch.autocast(device.type, torch.bfloat16)
 
 
 def cast_for_cache(made: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Convert outputs computed within `lowering`, name -> [N, ...], for storage: bfloat16, which halves the memory."""
-    if not _lowered.get():
+    if _lowered.get() != "bf16":
         return made
     return {name: value.bfloat16() if value.is_floating_point() else value for name, value in made.items()}
 
@@ -137,7 +147,7 @@ def as_cached(made: Mapping[str, Tensor], network: nn.Module) -> Mapping[str, Te
 
     A network with bfloat16 weights produced bfloat16 itself and gets it back unchanged.
     """
-    if _lowered.get() or any(weight.dtype is torch.bfloat16 for weight in network.parameters()):
+    if _lowered.get() == "bf16" or any(weight.dtype is torch.bfloat16 for weight in network.parameters()):
         return made
     return {name: value.float() if value.dtype is torch.bfloat16 else value for name, value in made.items()}
 
@@ -148,7 +158,7 @@ def backward_precision(precision: LearningPrecision) -> AbstractContextManager[o
 
 
 @contextmanager
-def recomputing(lowered: bool) -> Iterator[None]:
+def recomputing(lowered: LearningPrecision) -> Iterator[None]:
     """Context for recomputing a forward pass during backward, with the precision of the original pass in any thread.
 
     CUDA runs backward in a separate thread without the lowered setting. `backward_precision` lowers gradient products

@@ -56,7 +56,7 @@ class RegressionConfig(FormerNames):
     """Number of samples per training step."""
     fit: FitConfig = field(default_factory=FitConfig)
     precision: LearningPrecision = "fp32"
-    """Precision: fp32, bf16 (faster) or bf16_backward (bf16 for gradients only)."""
+    """Precision: fp32, bf16 (faster), bf16_backward (gradients only) or fp8 (tokens; simulated)."""
     micro_batch: Natural = 0
     """Micro-batch size: samples whose activations are stored at once, 0 for the full batch."""
 
@@ -275,8 +275,8 @@ class FinetuneConfig(AlgorithmConfig):
     noisier.
     """
     precision: LearningPrecision = "fp32"
-    """Precision of policy and critic: fp32, bf16 (faster where the hardware supports it) or bf16_backward (bf16 for
-    gradients only).
+    """Precision of policy and critic: fp32, bf16 (faster where the hardware supports it), bf16_backward (bf16 for
+    gradients only) or fp8 (for tokens; simulated).
     """
     critic_warmup: Natural = 1
     """Number of first iterations that train only the critic."""

@@ -314,7 +314,12 @@ def require_same_scores(
 def require_lowering(policy: Trainable, precision: LearningPrecision) -> None:
     """Raise ConfigError unless `policy` can train in this precision on its device; see `require_precision`."""
     require_precision(precision, next(policy.parameters()).device)
-    if precision == "bf16" and not isinstance(policy, SupportsMixedPrecision):
+    if precision == "fp8" and not policy.spec.categorical:
+        raise ConfigError(
+            f"precision=fp8 rounds the linear layers of token policies, but {type(policy).__name__} is none: set "
+            "precision=fp32 or bf16."
+        )
+    if precision in ("bf16", "fp8") and not isinstance(policy, SupportsMixedPrecision):
         raise ConfigError(
             f"{type(policy).__name__} computes actions and log-probabilities in fp32 only, and ratios must start at "
             "1: set precision=bf16_backward, or fp32."
