@@ -6,8 +6,8 @@
 Inputs are scaled by 448 / max |x| of each row's groups of 128 elements, weights by that of each block of 128 x 128,
 before they are rounded: a row does not depend on the others of its batch (Jet-RL, arXiv:2601.14243). Products of
 rounded numbers, and attention, are computed in fp64: in fp32 their last bits depend on the batch, which the next
-rounding to 3 bits may turn into a step. So a token is scored exactly as it was drawn. In the backward pass gradients, which are
-not rounded, are multiplied with the rounded operands. Nothing is faster.
+rounding to 3 bits may turn into a step. So a token is scored exactly as it was drawn. In the backward pass gradients,
+which are not rounded, are multiplied with the rounded operands. Nothing is faster.
 """
 
 from collections.abc import Sequence

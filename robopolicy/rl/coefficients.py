@@ -16,7 +16,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.segments import Segments
-from robopolicy.rl.context import Coefficients, Scored
+from robopolicy.rl.context import Coefficients, Scored, require_input
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
@@ -95,26 +95,37 @@ def decoupled_ppo(scored: Scored, *, limit: float = 5.0, dual_clip: float | None
     return weight * c, {"staleness_weight": weight[scored.mask].mean()}
 
 
+def entropy_covariance(scored: Scored) -> Tensor:
+    """Return (log pi - mean) (A - mean) over the minibatch's scored steps, [b, t, K]; -inf elsewhere."""
+    mask, logp, advantage = scored.mask, scored.logp, scored.advantage
+    product = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
+    return torch.where(mask, product, -torch.inf)
+
+
 @mechanism(Slot.COEFFICIENT, "clip_cov", source="Clip-Cov, arXiv:2505.22617; SPEAR, arXiv:2509.22601")
-def clip_cov(scored: Scored, *, share: float = 0.0002, limit: float = 5.0) -> Coefficients:
+def clip_cov(
+    scored: Scored, *, share: float = 0.0002, limit: float = 5.0, bounds: tuple[float, float] | None = None
+) -> Coefficients:
     """Decoupled PPO without the steps that reduce entropy most: those whose probability and advantage covary.
 
         cov = (log pi - mean) (A - mean),   over the minibatch's scored steps
 
     sums to the entropy reduction of a policy gradient step. The `share` of steps with the largest positive cov get no
     gradient; they still count in the averages. The published fraction is so small that minibatches of fewer than 1 /
-    share steps lose none. Deviation: Clip-Cov draws them at random between bounds on cov that were tuned for words.
-    limit: as in decoupled_ppo.
+    share steps lose none. bounds: as in Clip-Cov, the share, at least one step, is drawn at random from those with cov
+    between these bounds that PPO does not clip; (1, 5) was tuned for words. limit: as in decoupled_ppo.
     """
     c, stats = decoupled_ppo(scored, limit=limit)
-    mask = scored.mask
-    logp = scored.logp
-    advantage = scored.advantage
-    product = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
-    covariance = torch.where(mask, product, -torch.inf)
+    mask, covariance = scored.mask, entropy_covariance(scored)
     count = int(share * int(mask.sum()))
-    top_mask = torch.zeros_like(mask).flatten().scatter(0, covariance.flatten().topk(count).indices, True)
-    top_mask = top_mask.reshape(mask.shape) & (covariance > 0)
+    score = covariance
+    if bounds is not None:
+        draws, count = require_input(scored.generator, "generator"), max(1, count)
+        order = torch.rand(covariance.shape, generator=draws, device=draws.device).to(covariance.device)
+        is_candidate = (covariance > bounds[0]) & (covariance < bounds[1]) & mask & (c != 0)
+        score = torch.where(is_candidate, order.to(score) + 1e-9, -torch.inf)
+    top_mask = torch.zeros_like(mask).flatten().scatter(0, score.flatten().topk(count).indices, True)
+    top_mask = top_mask.reshape(mask.shape) & (score > 0)
     return torch.where(top_mask, 0.0, c), {**stats, "covariance": covariance[mask].mean()}
 
 

@@ -65,7 +65,7 @@ class Scored:
     clip_high: widths around 1 (broadcastable); chosen: index of each step in its chunk; rollouts: the minibatch itself,
     [b, t], without its next observations; knobs: values set by controllers, by name; share: fraction of the run
     completed; extra: name -> an extra of the policy's scores (or "entropy"), [b, t, K, ...], 0 outside `mask`, raises
-    ConfigError if the policy provides none; limit: bound at which log-ratios are clamped.
+    ConfigError if the policy provides none; limit: bound at which log-ratios are clamped; generator: for random draws.
     """
 
     logp: Tensor
@@ -82,6 +82,7 @@ class Scored:
     share: float = 0.0
     extra: Callable[[str], Tensor] = lambda name: torch.empty(0)
     limit: float = math.inf
+    generator: torch.Generator | None = None
 
     @property
     def step_log_ratio(self) -> Tensor:

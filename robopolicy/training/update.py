@@ -286,6 +286,7 @@ class Learner:
             batch = replace(batch, logp_proximal=batch.proximal.float().scatter(-1, step, proximal))
         # Detached: the gradient runs through logp in `policy_loss` alone, never through ratios.
         scored_batch = self._score(batch, whole_logp, step, scores, part, context.share)
+        scored_batch = replace(scored_batch, generator=draws)
         require_finite("the log-probability", torch.where(scored_batch.mask, scored_batch.logp, 0.0), where)
         stats = self._diagnose(scored_batch)
         # Measured before the step, so it is of all steps so far; beyond twice the target the last one is undone too.

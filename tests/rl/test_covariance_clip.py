@@ -1,4 +1,4 @@
-"""Clip-Cov, as SPEAR uses it: steps whose probability and advantage rise together most are left out."""
+"""Clip-Cov, also as SPEAR uses it, and KL-Cov: steps whose probability and advantage rise together most."""
 
 import math
 from dataclasses import replace
@@ -8,6 +8,7 @@ import torch
 from made_rollouts import make_rollouts, make_scored
 
 from robopolicy.rl.coefficients import clip_cov, decoupled_ppo
+from robopolicy.rl.experimental.coefficients import kl_cov
 from robopolicy.rl.objective import policy_loss
 
 
@@ -68,3 +69,49 @@ def test_a_softmax_keeps_more_entropy_without_them():
     before = float(-(logits.softmax(-1) * logits.log_softmax(-1)).sum())
     plain, kept = entropy_after(decoupled_ppo), entropy_after(clip_cov, share=0.1)
     assert plain < kept < before + 0.05
+
+
+@pytest.mark.checks("coefficient/clip_cov", "Clip-Cov")
+def test_steps_between_bounds_are_drawn_at_random():
+    """Of 200 steps with cov 2, 200 with 9 and 200 below 0, a twentieth of all, 30, are drawn from the first."""
+    logp = torch.tensor([1.0, 4.5, 0.0]).repeat_interleave(200).double()
+    advantage = torch.full((600,), 2.0).double()
+    advantage[400:] = -4.0
+    scored = scored_with(logp, advantage)
+    centred, mean = logp - logp.mean(), advantage.mean()
+    covariance = centred * (advantage - mean)
+    candidates = covariance[0] + 1e-9
+    low, high = sorted((float(covariance[0]), float(covariance[200])))
+    assert low < high and covariance[400] > high
+    draws = torch.Generator().manual_seed(0)
+    picks = []
+    for _ in range(2):
+        c = clip_cov(replace(scored, generator=draws), share=0.05, bounds=(low - 0.1, float(candidates) + 0.1))[0]
+        dropped = (c.flatten() == 0).nonzero().squeeze(1)
+        assert len(dropped) == 30 and dropped.max() < 200
+        picks.append(dropped.tolist())
+    assert picks[0] != picks[1]
+    few = clip_cov(replace(scored, generator=draws), share=0.0, bounds=(low - 0.1, float(candidates) + 0.1))[0]
+    assert int((few == 0).sum()) == 1, "at least one"
+    none = clip_cov(replace(scored, generator=draws), share=0.05, bounds=(100.0, 200.0))[0]
+    assert bool((none != 0).all())
+
+
+@pytest.mark.checks("coefficient/kl_cov", "Clip-Cov")
+def test_the_largest_covariances_are_held_by_a_penalty():
+    """The gradient is that of -A r, plus beta |log r| at two of twelve steps."""
+    draws = torch.Generator().manual_seed(0)
+    rollouts = make_rollouts([3, 2, 1], [0, 0, 0])
+    old = rollouts.logp_behaviour
+    noise, advantage = (torch.randn(old.shape, generator=draws, dtype=torch.float64) for _ in range(2))
+    logp = (old + 0.2 * noise).requires_grad_()
+    scored = make_scored(rollouts, logp, advantage)
+    mask, own = scored.mask, logp.detach()
+    cov = torch.where(mask, (own - own[mask].mean()) * (advantage - advantage[mask].mean()), -torch.inf)
+    largest = cov >= cov.flatten().sort().values[-2]
+    ratio = logp - old
+    loss = torch.where(mask, -advantage * ratio.exp(), 0.0) + torch.where(largest, 0.7 * ratio.abs(), 0.0)
+    (expected,) = torch.autograd.grad(loss.sum(), logp)
+    (gradient,) = torch.autograd.grad(policy_loss(logp, kl_cov(scored, share=0.2, beta=0.7)[0], mask.double()), logp)
+    torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=1e-12)
+    assert int((kl_cov(scored, share=0.0, beta=0.7)[0] != kl_cov(scored, share=0.0, beta=0.0)[0]).sum()) == 1

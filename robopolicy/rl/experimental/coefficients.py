@@ -12,7 +12,7 @@ from torch import Tensor
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.returns import discounted_sums
 from robopolicy.core.segments import Segments, entropy_level
-from robopolicy.rl.coefficients import pair_mean, ppo
+from robopolicy.rl.coefficients import entropy_covariance, pair_mean, ppo
 from robopolicy.rl.context import Coefficients, Scored
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
@@ -372,6 +372,23 @@ def clipped_advantage(
         raise unknown_option("clipped_advantage.form", form, forms)
     weight = forms[form](scored.advantage.clamp(-limit, limit) / temperature)
     return weight, {"weight_mean": weight[scored.mask].mean()}
+
+
+@mechanism(Slot.COEFFICIENT, "kl_cov", source="KL-Cov, arXiv:2505.22617")
+def kl_cov(scored: Scored, *, share: float = 0.002, beta: float = 1.0) -> Coefficients:
+    """Policy gradient whose steps with the largest covariance of probability and advantage are held by a KL penalty.
+
+        c = r A,   and r A - beta sign(log r) at the `share` of steps, at least one, with the largest cov
+
+    cov as in coefficient=clip_cov; beta |log r| is the authors' penalty, which needs several epochs, as r = 1 in the
+    first. As in their code nothing is clipped.
+    """
+    mask, covariance = scored.mask, entropy_covariance(scored)
+    count = max(1, int(share * int(mask.sum())))
+    top_mask = torch.zeros_like(mask).flatten().scatter(0, covariance.flatten().topk(count).indices, True)
+    c = scored.ratio * scored.advantage
+    c = torch.where(top_mask.reshape(mask.shape) & mask, c - beta * scored.log_ratio.sign(), c)
+    return c, {"covariance": covariance[mask].mean()}
 
 
 @mechanism(
