@@ -97,7 +97,8 @@ def decoupled_ppo(scored: Scored, *, limit: float = 5.0, dual_clip: float | None
 
 def entropy_covariance(scored: Scored) -> Tensor:
     """Return (log pi - mean) (A - mean) over the minibatch's scored steps, [b, t, K]; -inf elsewhere."""
-    mask, logp, advantage = scored.mask, scored.logp, scored.advantage
+    mask, logp = scored.mask, scored.logp
+    advantage = scored.advantage
     product = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
     return torch.where(mask, product, -torch.inf)
 

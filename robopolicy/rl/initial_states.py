@@ -238,6 +238,15 @@ class ContinuesEpisodes(Protocol):
 
 
 @runtime_checkable
+class RedrawsGroups(Protocol):
+    """An allocator that plays groups from other initial states for those whose episodes all end alike, `redraws` times
+    at most.
+    """
+
+    redraws: int
+
+
+@runtime_checkable
 class AsksTeacher(Protocol):
     """An allocator that lets the teacher play `samples` more episodes of each group, from its initial state.
 

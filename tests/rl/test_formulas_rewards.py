@@ -31,6 +31,19 @@ def test_effort_is_the_mean_square_of_every_action():
     assert paid.rewards["reward"] is rollouts.rewards["reward"]
 
 
+@pytest.mark.checks("rewards/overlong", "DAPO")
+def test_long_episodes_are_punished_softly():
+    """Limit 10, margin 4, two control steps a chunk: 4, 6, 7, 8 and 10 steps cost 0, 0, .25, .5, 1, more the same."""
+    rollouts = make_rollouts([2, 3, 4, 4, 5, 6], [0] * 6, [1.0] * 6)
+    rollouts.valid[2, 3, 1] = False
+    paid = experimental_rewards.overlong(rollouts, CONTEXT, limit=10, margin=4)
+    assert paid.rewards["overlong"].sum((1, 2)).tolist() == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
+    assert float(paid.rewards["overlong"][3, 3, 1]) == -0.5 and float(paid.rewards["overlong"][2, 3, 0]) == -0.25
+    assert paid.rewards["reward"] is rollouts.rewards["reward"]
+    with pytest.raises(ConfigError, match="set a limit"):
+        experimental_rewards.overlong(rollouts, CONTEXT, limit=4, margin=4)
+
+
 @pytest.mark.checks("rewards/smooth")
 def test_smooth_is_the_mean_square_of_every_change_inside_a_decision():
     rollouts = acting([[[[1.0, 3.0], [0.0, 5.0]], [[7.0, 7.0], [7.0, 8.0]]]], [2])

@@ -71,6 +71,7 @@ REASONS = {
     "correct": "does not support snapshots",
     "tree_search": "does not support snapshots",
     "prefixes": "does not support snapshots",
+    "overlong": "set a limit",
     "procedures, allocator": "does not support snapshots",
     "answers": r"set options\.answers\.goal",
     "changes": r"set options\.changes\.elements",

@@ -45,6 +45,19 @@ class Mixed(Uniform):
         return sizes.tolist()
 
 
+@mechanism(Slot.ALLOCATOR, "redraw", source="DAPO, arXiv:2503.14476", needs=(Need.GROUPS,))
+class Redraw(Uniform):
+    """Play other groups for those in which all episodes succeed or all fail, until enough groups have both outcomes.
+
+    rounds: times that new initial states are drawn at most, for as many groups as lack (dynamic sampling; 10 batches in
+    the authors' script). selection=[mixed_outcomes] leaves the others out of learning; their episodes count in the
+    reported success, for samplers, and as steps in the world. From a pool, an initial state may come again.
+    """
+
+    def __init__(self, *, rounds: int = 9):
+        self.redraws = rounds
+
+
 @mechanism(
     Slot.ALLOCATOR,
     "one_chunk",

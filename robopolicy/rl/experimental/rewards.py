@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.arrays import integers
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.registry import is_dotted, load_dotted
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import distinct
@@ -78,6 +79,23 @@ def hurry(rollouts: Rollouts, context: Context, *, cost: float = 0.01) -> Rollou
     ]
     time = torch.where(rollouts.valid & charged[..., None], -cost, 0.0)
     return replace(rollouts, rewards={**rollouts.rewards, "time": time})
+
+
+@mechanism(Slot.REWARD, "overlong", source="DAPO, arXiv:2503.14476", needs=(Need.EPISODES,))
+def overlong(rollouts: Rollouts, context: Context, *, limit: int = 0, margin: int = 0) -> Rollouts:
+    """Soft punishment of long episodes: 0 up to limit - margin control steps, then linearly to -1 at the limit.
+
+    Added at an episode's end, of any outcome. In the paper an answer is cut off beyond its margin of 4,096 of 20,480
+    tokens; a robot's limit is the world's horizon, or less. Raises ConfigError unless 0 < margin < limit.
+    """
+    if not 0 < margin < limit:
+        raise ConfigError(
+            f"options.overlong.limit={limit} and margin={margin} are control steps: set a limit, such as the world's "
+            "horizon, and a margin below it."
+        )
+    length = rollouts.duration.sum(1)
+    amount = -((length - (limit - margin)) / margin).clamp(0, 1)
+    return replace(rollouts, rewards={**rollouts.rewards, "overlong": paid_at_end(rollouts, amount)})
 
 
 @mechanism(Slot.REWARD, "smooth", source="action-rate penalty of robot learning")

@@ -36,6 +36,7 @@ from robopolicy.rl.initial_states import (
     ContinuesEpisodes,
     GivesHelp,
     LimitsLengths,
+    RedrawsGroups,
     SeesLengths,
     SeesRollouts,
     SeesStarts,
@@ -92,7 +93,7 @@ def require_one_player(algorithm: Algorithm, config: FinetuneConfig) -> None:
     these settings exclude it.
     """
     allocator = algorithm.allocator()
-    if not isinstance(allocator, ContinuesEpisodes | AsksTeacher):
+    if not isinstance(allocator, ContinuesEpisodes | AsksTeacher | RedrawsGroups):
         return
     name = algorithm.resolved.slots[Slot.ALLOCATOR][0].entry.name
     plain = FinetuneConfig()
@@ -100,7 +101,7 @@ def require_one_player(algorithm: Algorithm, config: FinetuneConfig) -> None:
     for setting in settings:
         if getattr(config, setting) != (default := getattr(plain, setting)):
             raise ConfigError(
-                f"allocator={name} adds episodes to groups that are complete and played here by one policy, which "
+                f"allocator={name} adds episodes when groups are complete, which are played here by one policy, which "
                 f"{setting}={getattr(config, setting)} excludes: set {setting}={default}, or choose another allocator."
             )
     if Need.MEANS in algorithm.needs and teacher_takes_over(algorithm):
@@ -151,6 +152,7 @@ class EpisodeCollector:
         actor, branching = policy if acts is None else acts, branching_of(config)
         self.player = EpisodePlayer(world, actor, branching, max_idle_chunks=config.max_idle_chunks, images=images)
         self.provision = math.ceil((1 + config.overprovision) * config.groups)
+        self.parts = 1 + (self.allocator.redraws if isinstance(self.allocator, RedrawsGroups) else 0)
         self.begun: dict[int, tuple[int, float]] = {}
 
     def collect(self, iteration: int) -> Rollouts:
@@ -160,7 +162,7 @@ class EpisodeCollector:
     def batch(self, number: int, version: int) -> Rollouts:
         """Return the episodes of batch `number`, with `start` and `hint` [B, T] among their extras."""
         with while_collecting(number):
-            rollouts = self._finished(self._groups(number, version), version)
+            rollouts = self._finished(self._groups_with_signal(number, version), version)
             if isinstance(self.allocator, SetsBudgets):
                 rollouts = rollouts.with_extras(
                     budget=budget_of(rollouts.task, self.world.spec, self.allocator.budgets)
@@ -231,13 +233,29 @@ class EpisodeCollector:
             depth = per_start(collected.extras["hint"][:, 0], place) / episodes
             self.hint.observe(starts, depth, success_counts / episodes)
 
-    def _groups(self, batch: int, version: int) -> Rollouts:
+    def _groups_with_signal(self, batch: int, version: int) -> Rollouts:
+        """Play groups, and others for those without both outcomes if the allocator redraws them."""
+        rollouts = self._groups(batch, version)
+        for part in range(1, self.parts):
+            groups = Segments.of(rollouts.group)
+            rate = groups.mean(rollouts.row_success.double())
+            lacking_count = self.config.groups - int(((rate > 0) & (rate < 1)).sum())
+            if not lacking_count:
+                break
+            redrawn_rollouts = self._groups(batch, version, part, lacking_count)
+            rollouts = concatenate([rollouts, redrawn_rollouts], same_groups=True)
+        return rollouts
+
+    def _groups(self, batch: int, version: int, part: int = 0, count: int | None = None) -> Rollouts:
         """Play the groups that sampler and allocator request, plus the episodes that the allocator adds after seeing
         the outcomes.
+
+        part: number of times that groups of this batch were drawn before; count: of groups, None for all of a batch.
         """
-        config, first = self.config, batch * self.provision
-        seeds, starts = self._propose(batch, self.provision - len(self.held))
-        requests, sizes = self._requests(batch, seeds, starts), self._sizes(starts)
+        config, first = self.config, (batch * self.parts + part) * self.provision
+        name = f"{batch}/{part}" if part else str(batch)
+        seeds, starts = self._propose(name, self.provision - len(self.held) if count is None else count)
+        requests, sizes = self._requests(batch, first, seeds, starts), self._sizes(starts)
         group_target = config.groups if config.overprovision else None
         if isinstance(self.allocator, ContinuesEpisodes):
             rollouts = self._continued(self.allocator, requests(list(sizes)), batch, version)
@@ -262,12 +280,13 @@ class EpisodeCollector:
             return rollouts.with_extras(demonstrated=demonstrated_next(rollouts, self.demonstrations))
         return rollouts
 
-    def _requests(self, batch: int, seeds: np.ndarray, starts: np.ndarray) -> Callable[[list[int]], list[Request]]:
-        """Return a function from group sizes [n] to the requests of new groups from initial states [n], and note where
-        these begin.
+    def _requests(
+        self, batch: int, first: int, seeds: np.ndarray, starts: np.ndarray
+    ) -> Callable[[list[int]], list[Request]]:
+        """Return a function from group sizes [n] to the requests of new groups from initial states [n], with numbers
+        from `first` on, and note where these begin.
         """
         # Group numbers never repeat in a run: held groups of an earlier batch keep theirs.
-        first = batch * self.provision
         _, pool = start_pool(self.seed, self.config.num_initial_states, len(self.world.spec.instructions))
         tasks = [pool[start] for start in starts] if pool else []
         states, depths = self._hinted(batch, starts)
@@ -445,12 +464,15 @@ class EpisodeCollector:
         ]
         return [state for state, _ in start_states], [depth for _, depth in start_states]
 
-    def _propose(self, batch: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return seeds [n] and indices [n] of the initial states to play; n = count unless the pool is smaller."""
+    def _propose(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return seeds [n] and indices [n] of the initial states to play; n = count unless the pool is smaller.
+
+        name: of the draw.
+        """
         config = self.config
         if not config.num_initial_states:
-            return episode_seeds(self.seed, f"finetune/{batch}", count), np.arange(count)
-        draws = np.random.default_rng(derive_seed(self.seed, f"starts/{batch}"))
+            return episode_seeds(self.seed, f"finetune/{name}", count), np.arange(count)
+        draws = np.random.default_rng(derive_seed(self.seed, f"starts/{name}"))
         starts = self.sampler.propose(count, config.num_initial_states, draws)
         return start_pool(self.seed, config.num_initial_states)[0][starts], starts
 
