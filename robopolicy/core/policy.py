@@ -329,6 +329,15 @@ class MatchingLikelihood(Protocol):
 
 
 @runtime_checkable
+class ComparesPredictions(Protocol):
+    """A policy scored by matching that compares predictions as its log-probabilities compare them with the target."""
+
+    def prediction_error(self, first: Tensor, second: Tensor, latents: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean squared difference of predictions [N, n, P, A] over the executed actions, [N, n]."""
+        ...
+
+
+@runtime_checkable
 class RecoversLatents(Protocol):
     """A policy that can recover the latents of actions that it did not choose; see `recovers_latents`."""
 

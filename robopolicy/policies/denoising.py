@@ -33,7 +33,14 @@ from robopolicy.policies.checkpoint import save_policy, saved_fields
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.interface import check_predicted, in_range, register_range, select_fields
 from robopolicy.policies.latents import CustomLatents, executed_slice, latent_size_of, step_errors
-from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, noisy_actions, reduce_logp
+from robopolicy.policies.likelihood import (
+    chain_scores,
+    executed_error,
+    matching_latents,
+    matching_scores,
+    noisy_actions,
+    reduce_logp,
+)
 from robopolicy.policies.network import (
     ChunkNetwork,
     Condition,
@@ -315,6 +322,13 @@ class DenoisingPolicy(nn.Module):
     def noisy_actions(self, latents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return normalised actions noised at the recorded levels, [N, n, P, A], and their times [N, n] in [0, 1]."""
         return noisy_actions(self.schedule, latents)
+
+    def prediction_error(self, first: Tensor, second: Tensor, latents: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean squared difference of two predictions [N, n, P, A] over the executed actions, [N, n].
+
+        latents: of the decisions, as for `log_prob`.
+        """
+        return executed_error(first - second, latents, self.part)
 
     @torch.no_grad()
     def finish_chain(self, observation: TensorObservation, latents: Tensor, next_step: Tensor) -> Tensor:

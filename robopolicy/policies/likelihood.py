@@ -122,6 +122,17 @@ def noisy_actions(schedule: Schedule, latents: Mapping[str, Tensor]) -> tuple[Te
     return noisy.reshape(noise.shape), schedule.level_times(level.flatten()).reshape(level.shape)
 
 
+def executed_error(difference: Tensor, latents: Mapping[str, Tensor], part: ExecutedSlice) -> Tensor:
+    """Return the mean square of differences [N, n, P, A] over the executed actions, [N, n]; latents as in
+    `matching_scores`.
+    """
+    error = part.of(difference.square()).mean(-1)
+    if "executed" not in latents:
+        return error.mean(-1)
+    executed_mask = latents["executed"][:, None].to(error.dtype)
+    return (error * executed_mask).sum(-1) / executed_mask.sum(-1).clamp(min=1)
+
+
 def matching_scores(
     config: DenoisingPolicyConfig,
     schedule: Schedule,
@@ -146,12 +157,7 @@ def matching_scores(
     # Noises and levels are those of the decision: their luck cancels in the ratio of new to old.
     times, conditions = schedule.level_times(flat_level), repeat_rows(condition, samples)
     prediction = run_in_training_precision(lambda: network.denoise(noisy, times, conditions), noisy.device)
-    error = part.of((prediction - schedule.target(clean, flat_noise, flat_level)).square()).mean(-1)
-    error = error.reshape(count, samples, -1)
-    if "executed" in latents:
-        executed_mask = latents["executed"][:, None].to(error.dtype)
-        loss = (error * executed_mask).sum(-1) / executed_mask.sum(-1).clamp(min=1)
-    else:
-        loss = error.mean(-1)
+    difference = prediction - schedule.target(clean, flat_noise, flat_level)
+    loss = executed_error(difference.reshape(count, samples, *difference.shape[1:]), latents, part)
     extras = {"mean": prediction.reshape(noise.shape), "std": torch.ones((), device=loss.device).expand(1, 1, 1, 1)}
     return Scores(-loss, torch.zeros_like(loss), extras)

@@ -168,6 +168,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weight": "step_mean",
         "auxiliaries": ("velocity",),
     },
+    "diffusion_nft": {
+        "models": ("acting_policy",),
+        "advantage": "grpo",
+        "coefficient": "negative_aware",
+        "weight": "step_mean",
+        "auxiliaries": ("acting_velocity",),
+    },
     "fpo": {
         "advantage": "gae",
         "coefficient": "ppo",

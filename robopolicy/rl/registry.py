@@ -224,6 +224,7 @@ class Need(Enum):
     FIRST_ERRORS = "the first wrong decision of failed episodes (models=[q_ensemble,first_error])"
     BUDGETS = "episodes with budgets of time (allocator=budgets)"
     ANSWER_SCORES = "log-probabilities of the same steps given a right and a wrong answer (models=[answers])"
+    ACTING_POLICY = "a copy of the policy as it acted (models=[acting_policy])"
     FURTHER_TOKENS = "a policy that can go on after an action chunk's tokens (a token policy with decoding=causal)"
     OUTCOMES = "the outcome of every episode at its last chunk"
     CHANGES = "what every chunk changed in the observation (models=[changes])"

@@ -11,15 +11,17 @@ from made_rollouts import make_rollouts, make_scored
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.extras import Extras
 from robopolicy.core.policy import Decision, to_tensors
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE, Field
 from robopolicy.policies import DenoisingPolicy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
-from robopolicy.rl.context import Context, Tools
+from robopolicy.rl.context import AuxiliaryInputs, Context, Tools
 from robopolicy.rl.experimental import coefficients
 from robopolicy.rl.experimental.advantages import discriminator, flow_values
+from robopolicy.rl.experimental.forward_process import ActingPolicy, acting_velocity
 from robopolicy.rl.experimental.side_models import Discriminator, FlowCritic
 from robopolicy.rl.objective import policy_loss
 from robopolicy.training.configuration import FinetuneConfig
@@ -217,6 +219,65 @@ def test_gradients_are_those_of_the_papers_matching_losses(name: str, beta: floa
         if theirs is not None:
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
     assert any(part is not None and float(part.abs().max()) > 0 for part in expected)
+
+
+@pytest.mark.checks("auxiliaries/acting_velocity", "DiffusionNFT")
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+def test_the_gradient_is_that_of_the_loss_around_the_policy_that_acted(beta: float):
+    """DiffusionNFT's, times limit / beta, of a policy that has moved since; one step of a row is not executed."""
+    acted, draws = make(chunk=2), torch.Generator().manual_seed(0)
+    observation = to_tensors(BanditWorld(6).reset(seeds=episode_seeds(0, "x", 6)))
+    latents = dict(acted.act(observation, draws).latents)
+    latents["executed"] = torch.ones(6, 2, dtype=torch.bool)
+    latents["executed"][3, 1] = False
+    model = ActingPolicy(tools(acted))
+    model.annotate(None, context())  # type: ignore[arg-type]
+    policy = acted
+    with torch.no_grad():
+        for weight in policy.trainable_parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=draws))
+    advantage, limit = 3 * torch.randn((6, 4), generator=draws), 2.0
+    target = policy.schedule.target(
+        latents["action"][:, None].expand(latents["noise"].shape).flatten(0, 1), latents["noise"].flatten(0, 1),
+        latents["level"].flatten(),
+    ).reshape(6, 4, 2, 2)  # fmt: skip
+
+    def error(prediction: Tensor) -> Tensor:
+        each = (prediction - target).square().mean(3)
+        return torch.where(torch.arange(6)[:, None] == 3, each[..., 0], each.mean(-1))
+
+    v = policy.log_prob(observation, latents).extras["mean"]
+    fixed = model.copy.log_prob(observation, latents).extras["mean"].detach()
+    assert not torch.allclose(v, fixed, atol=1e-2)
+    weight = (1 + advantage.clamp(-limit, limit) / limit) / 2
+    positive, negative = (1 - beta) * fixed + beta * v, (1 + beta) * fixed - beta * v
+    loss = limit / beta * (weight * error(positive) + (1 - weight) * error(negative)).mean()
+    expected = torch.autograd.grad(loss, policy.trainable_parameters(), allow_unused=True)
+
+    scores = policy.log_prob(observation, latents)
+    inputs = AuxiliaryInputs(
+        observation, latents, torch.ones(6, 4, dtype=torch.bool), scores, policy, context(),
+        models={"acting_policy": model}, extras=Extras.of({"advantage": advantage}),
+    )  # fmt: skip
+    c, _ = coefficients.negative_aware(scored_with(advantage[:, None], scores.logp.detach()[:, None]), limit=limit)
+    part = acting_velocity(inputs, beta=beta, limit=limit)
+    ours = policy_loss(scores.logp, c[:, 0], torch.full((6, 4), 1 / 24), {"acting_velocity": part})
+    gradients = torch.autograd.grad(ours, policy.trainable_parameters(), allow_unused=True)
+    for gradient, theirs in zip(gradients, expected, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(gradient, theirs, atol=1e-5, rtol=1e-4)
+    assert any(part is not None and float(part.abs().max()) > 0 for part in expected)
+
+
+@pytest.mark.checks("models/acting_policy", "DiffusionNFT")
+def test_a_run_learns_around_the_policy_that_acted():
+    policy = make()
+    config = FinetuneConfig(algorithm="diffusion_nft", iterations=2, groups=4, group_size=4, epochs=2, minibatch=16,
+                            evaluate_every=0, target_kl=None)  # fmt: skip
+    finetune(policy, None, BanditWorld(8), config)
+    assert all(bool(weight.isfinite().all()) for weight in policy.parameters())
+    with pytest.raises(ConfigError, match="likelihood=matching"):
+        finetune(make(likelihood=Likelihood.CHAIN, matching_samples=1), None, BanditWorld(8), config)
 
 
 @pytest.mark.checks("coefficient/negative_aware", "AFD")

@@ -54,6 +54,7 @@ GIVERS = {
     Need.BRANCHING_SCORES: ("past_policy",),
     Need.ANSWER_SCORES: ("answers",),
     Need.CHANGES: ("changes",),
+    Need.ACTING_POLICY: ("acting_policy",),
 }
 """Models, in their order, that satisfy a need."""
 BY_MATCHING = {Need.MATCHING, Need.FLOW_VALUES}

@@ -404,9 +404,9 @@ def negative_aware(scored: Scored, *, limit: float = 5.0) -> Coefficients:
         v+ = (1 - beta) v' + beta v,   v- = (1 + beta) v' - beta v,   v' = v without gradient
 
     is AFD's loss for a prediction v and its target u, up to a factor, and has the gradient of clip(A) |v - u|^2 / 2 for
-    every beta. So a chunk with A < 0 is unlearned as strongly as one with A > 0 is learned. Deviation: DiffusionNFT,
-    the source of the loss, keeps v' at the policy that acted. Here the policy is constrained by target_kl and
-    auxiliaries=[velocity], AFD's distance to the reference (which AFD also weights by w).
+    every beta. So a chunk with A < 0 is unlearned as strongly as one with A > 0 is learned. DiffusionNFT, the source of
+    the loss, has the prediction of the policy that acted as v': add auxiliaries=[acting_velocity]. Else the policy is
+    constrained by target_kl and auxiliaries=[velocity], AFD's distance to the reference (which AFD also weights by w).
     """
     return scored.advantage.clamp(-limit, limit), {}
 
