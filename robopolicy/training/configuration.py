@@ -56,7 +56,7 @@ class RegressionConfig(FormerNames):
     """Number of samples per training step."""
     fit: FitConfig = field(default_factory=FitConfig)
     precision: LearningPrecision = "fp32"
-    """Precision: fp32, bf16 (faster), bf16_backward (gradients only) or fp8 (tokens; simulated)."""
+    """Precision: fp32, bf16 (faster), bf16_backward (gradients only), fp8 (tokens)."""
     micro_batch: Natural = 0
     """Micro-batch size: samples whose activations are stored at once, 0 for the full batch."""
 
