@@ -224,9 +224,7 @@ class FinetuneConfig(AlgorithmConfig):
     (FSDP2), for policies that do not fit on one GPU.
     """
     overlap_update: bool = False
-    """Compute gradients of groups as they arrive (shards, workers.count), while the same policy plays the others; the
-    first epoch is then one step with all of them (Periodic Asynchrony). For grpo, dr_grpo, rloo, mc_grpo.
-    """
+    """Compute gradients of shards' groups as they arrive, while the same policy plays the others."""
     staleness: Natural = 0
     """Age, in updates, of the policy weights used for collection parallel to learning. Younger after a
     checkpoint, where collection restarts. 0 alternates collection and learning.
@@ -275,9 +273,7 @@ class FinetuneConfig(AlgorithmConfig):
     noisier.
     """
     precision: LearningPrecision = "fp32"
-    """Precision of policy and critic: fp32, bf16 (faster where the hardware supports it), bf16_backward (bf16 for
-    gradients only) or fp8 (for tokens; simulated).
-    """
+    """Precision of policy and critic: fp32, bf16 (faster), bf16_backward (gradients only) or fp8 (tokens)."""
     critic_warmup: Natural = 1
     """Number of first iterations that train only the critic."""
     learning_rate: Positive = 5e-4

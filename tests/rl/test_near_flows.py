@@ -272,8 +272,11 @@ def test_the_gradient_is_that_of_the_loss_around_the_policy_that_acted(beta: flo
 @pytest.mark.checks("models/acting_policy", "DiffusionNFT")
 def test_a_run_learns_around_the_policy_that_acted():
     policy = make()
-    config = FinetuneConfig(algorithm="diffusion_nft", iterations=2, groups=4, group_size=4, epochs=2, minibatch=16,
-                            evaluate_every=0, target_kl=None)  # fmt: skip
+    config = FinetuneConfig(
+        algorithm="grpo", coefficient="negative_aware", weight="step_mean", models=("acting_policy",),
+        auxiliaries=("acting_velocity",), iterations=2, groups=4, group_size=4, epochs=2, minibatch=16,
+        evaluate_every=0, target_kl=None,
+    )  # fmt: skip
     finetune(policy, None, BanditWorld(8), config)
     assert all(bool(weight.isfinite().all()) for weight in policy.parameters())
     with pytest.raises(ConfigError, match="likelihood=matching"):

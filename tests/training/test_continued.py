@@ -41,7 +41,10 @@ GUIDED = replace(
     SEARCHED, models=("step_preference",), advantage="w_reinforce", coefficient=None,
     options={"tree_search": {"bound": "uct", "guided": 1.0}, "step_preference": {"rounds": 4}},
 )  # fmt: skip
-PROCEDURES = replace(CONFIG, algorithm="appo", iterations=3)
+PROCEDURES = replace(
+    CONFIG, iterations=3, models=("past_policy",), allocator="procedures", rewards=("procedure_scale",),
+    advantage="procedures", coefficient="future_ratio",
+)  # fmt: skip
 DIVIDED = replace(CONFIG, allocator="prefixes", advantage="tree_po", models=("q_ensemble",))
 ALONE = SEARCHED, DIVIDED, GUIDED, PROCEDURES
 """Without a teacher."""
