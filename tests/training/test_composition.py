@@ -18,6 +18,7 @@ from rl.made_rollouts import make_rollouts
 from seeing_toys import SeeingWorld, denoising_policy, token_policy
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import STATE, Field
 from robopolicy.core.world import Step
 from robopolicy.policies.configuration import Likelihood
 from robopolicy.rl.context import Context
@@ -60,6 +61,11 @@ another allocator, in a world with as many wordings (tests/training/test_budgets
 
 class MixedWorld(SeeingWorld):
     """Every other row succeeds, so that the outcomes of every group are mixed, also those of a fresh policy."""
+
+    def __init__(self, batch_size: int):
+        super().__init__(batch_size)
+        fields = {**self.spec.observation, STATE: Field((2,), names=("x", "y"))}
+        self.spec = replace(self.spec, observation=fields)
 
     def step(self, actions: np.ndarray) -> Step:
         step = super().step(actions)
@@ -107,7 +113,9 @@ def configured(needs: frozenset[Need], combination: Combination) -> FinetuneConf
     models = tuple(GIVERS[need] for need in sorted(needs & set(GIVERS), key=lambda need: need.name))
     other = combination.other
     chosen = (other.name,) if other.slot is Slot.CREDIT else other.name
-    options = {"gtpo": {"entropy_limit": 9.0}} if other.name == "gtpo" else {}  # a fresh policy's are above its default
+    options: dict = {"gtpo": {"entropy_limit": 9.0}} if other.name == "gtpo" else {}  # a fresh policy's are above it
+    if "answers" in models:
+        options["answers"] = {"goal": {"x": "y"}}
     names = {"advantage": combination.advantage.name, other.slot.value: chosen}
     return replace(CONFIG, models=models, options=options, **names)
 
