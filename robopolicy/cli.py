@@ -215,8 +215,7 @@ def print_help(name: str, verb: Verb, config: "Config", output: Console, section
     output.print(f"\nExample:\n  {verb.example}", highlight=False, markup=False)
     if "world" in verb.sections:
         output.print()
-        print_groups(output, width)
-        output.print(f"Settings of a recipe: robopolicy {name} recipe=NAME --help", highlight=False, markup=False)
+        print_groups(output, width, name)
     folded = [part for part in described_sections if _is_folded(part.path, name)]
     for part in described_sections:
         if part not in folded:
@@ -232,12 +231,14 @@ def print_help(name: str, verb: Verb, config: "Config", output: Console, section
     output.print("[bold]json=PATH[/] also writes the results of this run as JSON.", highlight=False)
 
 
-def print_groups(output: Console, width: int) -> None:
-    """Print the available recipes and worlds."""
+def print_groups(output: Console, width: int, verb: str = "") -> None:
+    """Print the available recipes and worlds; verb: whose help shows the settings of a recipe."""
     from robopolicy.configuration import groups
 
     for group, options in groups().items():
-        output.print(f"[bold]{group}=[/] one of: {', '.join(options)}", highlight=False, width=width)
+        hint = f" (settings: robopolicy {verb} recipe=NAME --help)" if verb and group == "recipe" else ""
+        names = ", ".join(name for name in options if name != "none")
+        output.print(f"[bold]{group}=[/]{hint} one of: {names}", highlight=False, width=width)
 
 
 def print_section(section: "Described", output: Console, width: int, page: bool = False) -> None:

@@ -31,8 +31,8 @@ class PolicySection(Tagged):
     beside: ClassVar = True
 
     kind: str = "diffusion"
-    """Policy class: diffusion, flow, token (a language model over action tokens), joint or joint_video (also predict
-    futures and values), memory (attends to its past), lerobot (a LeRobot checkpoint), or a custom one.
+    """Policy class: token is a language model over action tokens; joint and joint_video predict futures and values too;
+    memory attends to its past; lerobot is a LeRobot checkpoint.
     """
     config: Any = field(default_factory=DenoisingPolicyConfig)
 
