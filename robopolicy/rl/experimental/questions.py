@@ -161,18 +161,22 @@ class Changes:
     source="CodeRL+, arXiv:2510.18471",
     needs=(Need.CATEGORICAL, Need.FURTHER_TOKENS, Need.CHANGES, Need.WHOLE_MINIBATCHES),
 )
-def predict_changes(inputs: AuxiliaryInputs, *, weight: float = 0.67, share: float = 0.4, answers: int = 8) -> Tensor:
+def predict_changes(
+    inputs: AuxiliaryInputs, *, weight: float = 0.67, share: float = 0.4, answers: int = 8, exact: bool = True
+) -> Tensor:
     """The policy says after a chunk what it will change, one token for each element of models=[changes], and is paid 1
     if all are right.
 
     The tokens are the first ones of its vocabulary, one for each bin. share, weight: the paper asks in 40 % of a batch;
     .4 / .6 where the loss of the rest has the weight 1. It asks about a buffer of recent programs, here about the
-    chunks of the minibatch. Adds the figure change_accuracy. Returns a scalar.
+    chunks of the minibatch. exact: false pays the share of right elements, for policies that never answered and are
+    hardly ever right in all. Adds the figure change_accuracy, the mean reward. Returns a scalar.
     """
     change = inputs.extras["change"]
 
     def reward(tokens: Tensor, chunks: Tensor) -> Tensor:
-        rewards = (tokens == change[chunks][:, None]).all(-1).float()
+        right = tokens == change[chunks][:, None]
+        rewards = right.all(-1).float() if exact else right.float().mean(-1)
         inputs.context.figures["change_accuracy"] = float(rewards.mean())
         return rewards
 
