@@ -46,10 +46,10 @@ class _Rounded(torch.autograd.Function):
             groups, within = groups.unflatten(-3, shape[:2]), (-1, -3)
         scale = LARGEST / groups.abs().amax(within, keepdim=True).clamp(min=1e-12)
         rounded = (groups * scale).to(torch.float8_e4m3fn).float() / scale
-        whole = rounded.reshape(padded.shape)
+        unpadded = rounded.reshape(padded.shape)
         for axis, size in enumerate(sizes, start=-axes):
-            whole = whole.narrow(axis, 0, size)
-        return whole
+            unpadded = unpadded.narrow(axis, 0, size)
+        return unpadded
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -298,11 +298,11 @@ class EpisodeCollector:
             new_requests = groups_of(seeds, sizes, tasks)
             if isinstance(self.allocator, SetsBudgets):
                 new_requests = with_budgets(new_requests, self.world.spec, self.allocator.budgets)
-            placed = [
+            placed_requests = [
                 replace(item, group=first + item.group, state=states[item.group], limit=limits[item.group])
                 for item in new_requests
             ]
-            return in_all_words(placed, self.world.spec) if self.rotates_words else placed
+            return in_all_words(placed_requests, self.world.spec) if self.rotates_words else placed_requests
 
         return requests
 

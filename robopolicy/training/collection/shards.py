@@ -143,9 +143,14 @@ class ShardPlayer:
         rollouts = with_executed(rollouts, self.policy, instructions, version)
         # Held episodes too: only now does the policy have the weights that acted in them.
         player.rescore(lambda held: with_executed(held, self.policy, instructions, version).logp_behaviour)
-        lost = player.suspend()
+        lost_count = player.suspend()
         state = player.tree() if player.held else {}
-        return {"rollouts": rollouts.tree(), "state": state, "held": sorted(player.held), "restarted": int(lost > 0)}
+        return {
+            "rollouts": rollouts.tree(),
+            "state": state,
+            "held": sorted(player.held),
+            "restarted": int(lost_count > 0),
+        }
 
 
 def _on_device(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
