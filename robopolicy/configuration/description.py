@@ -16,6 +16,7 @@ _BARE = re.compile(r"(?<![\w.:/\[({'\"-])([a-z][a-z0-9_]*)=(?=[\w\[{\"'-])")
 
 
 RARE = {
+    "MemoryPolicyConfig": "sink_variant",
     "FinetuneConfig": "packed_images proximal_decay teacher_decay_fraction actor_warmup weight_decay"
     " gradient_clip clip_rate fsdp overlap_evaluation critic_learning_rate teacher_episode_fraction",
     "TrainSection": "exclude_episodes rename micro_batch",

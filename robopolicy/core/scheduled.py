@@ -100,10 +100,10 @@ class ScheduledWorld(WrappedWorld):
         names = [f"pursues_{place}" for place in range(goals)] + ["done", "due"]
         names += [f"open_{place}" for place in range(goals)] + [f"due_{place}" for place in range(goals)]
         fields = {**spec.observation, SCHEDULE: Field((3 * goals + 2,), names=tuple(names))}
-        changed = replace(
+        own_spec = replace(
             spec, observation=fields, rewards=REWARDS, success=f"It fulfils {text}.", reports_success=True
         )
-        super().__init__(world, replace(changed, terminate_on_success=True))
+        super().__init__(world, replace(own_spec, terminate_on_success=True))
         self._random = numpy_generator(seed, "schedules")
         self._by_value = by_value
         self._value: Values | None = None

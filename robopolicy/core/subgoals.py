@@ -161,8 +161,8 @@ class _Grounding:
         """Return the branches of a formula that is counted from the episode's start."""
         state, rest = self._split(node)
         state_branches = [] if state is None else [Branch(invariants=(Invariant(state, 0, 0),))]
-        others = [self._temporal(each) for each in rest]
-        return _conjunctions([state_branches, *others] if state_branches else others)
+        temporal_branches = [self._temporal(each) for each in rest]
+        return _conjunctions([state_branches, *temporal_branches] if state_branches else temporal_branches)
 
     def _temporal(self, node: ast.expr) -> list[Branch]:
         """Return the branches of a disjunction, an F, a G or a U."""
@@ -220,19 +220,19 @@ class _Grounding:
         if not _is_temporal(node):
             return node, []
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
-            (first, rest), (second, others) = self._split(node.left), self._split(node.right)
+            (first, rest), (second, more) = self._split(node.left), self._split(node.right)
             states = [state for state in (first, second) if state is not None]
             joined = ast.BinOp(states[0], ast.BitAnd(), states[1]) if len(states) == 2 else next(iter(states), None)
-            return joined, [*rest, *others]
+            return joined, [*rest, *more]
         return None, [node]
 
 
 def _conjunctions(parts: Sequence[Sequence[Branch]]) -> list[Branch]:
     """Return the branches of a conjunction of formulas with these branches."""
     result: list[Branch] = []
-    for chosen in product(*parts):
+    for combination in product(*parts):
         branch = Branch()
-        for each in chosen:
+        for each in combination:
             branch = branch.beside(each)
         result.append(branch)
     return result

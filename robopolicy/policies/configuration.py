@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Fraction, Natural, NonNegative, Positive, Range
@@ -273,7 +273,9 @@ class MemoryPolicyConfig(FormerNames):
     heads: Annotated[int, Range(1, 1000)] = 2
     """Number of attention heads."""
     sink: bool = True
-    """Add a learned key with value 0 to every layer and head, for attention to nothing (ReLIC)."""
+    """Add a key and a value to every layer and head, for attention to nothing (ReLIC)."""
+    sink_variant: Literal["KV", "KV0", "K0V", "K0V0"] = "KV0"
+    """Learned parts of the sink: key and value, the key (the value is 0), the value (the key is 0), or none."""
     state_normalization: NormalizationMode = NormalizationMode.MIN_MAX
     """State normalisation: mean_std, min_max (the data's range becomes [-1, 1]) or identity."""
     action_normalization: NormalizationMode = NormalizationMode.MIN_MAX

@@ -19,27 +19,24 @@ from torch.nn import functional
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import Decision, Scores, TensorObservation
 from robopolicy.core.randomness import uniform
-from robopolicy.core.spec import IMAGE_PREFIX, Field, PolicySpec, check_finite, validate_observation
-from robopolicy.core.world import Rows
+from robopolicy.core.spec import IMAGE_PREFIX, Field, check_finite, validate_observation
 from robopolicy.nn.encoders import FieldReader
 from robopolicy.nn.memory import Memory
-from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
+from robopolicy.nn.normalizer import ACTION, Normalizer
 from robopolicy.nn.tokens import BinTokenizer
+from robopolicy.policies.categorical import CategoricalPolicy
 from robopolicy.policies.checkpoint import save_policy
 from robopolicy.policies.configuration import MemoryPolicyConfig
-from robopolicy.policies.interface import check_chunks, in_range, instructions_or_default, register_range, select_fields
+from robopolicy.policies.interface import check_chunks, instructions_or_default, register_range, select_fields
 from robopolicy.policies.steps import probed_actions
 
 
-class MemoryPolicy(nn.Module):
+class MemoryPolicy(CategoricalPolicy[MemoryPolicyConfig, BinTokenizer]):
     """A `core.policy.Trainable` that reads a window of vectors; see the module.
 
     config, observation, action, fps, instructions, values, seed: as in `TokenPolicy`. Raises ConfigError when
     config.observation_keys names an unknown field or a camera, or actions are not vectors.
     """
-
-    action_low: Tensor
-    action_high: Tensor
 
     def __init__(
         self,
@@ -64,13 +61,14 @@ class MemoryPolicy(nn.Module):
                 "policy.observation_keys to fields that are vectors."
             )
         self.action_normalizer = Normalizer(action.shape, config.action_normalization)
-        self.bins = BinTokenizer(config.chunk, action.size, config.bins)
+        self.action_tokens = BinTokenizer(config.chunk, action.size, config.bins)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.reader = FieldReader(self.fields, config.state_normalization, 10.0, 0)
             inputs = sum(field.size for field in self.fields.values()) + len(self.instructions)
-            self.memory = Memory(inputs, config.width, config.depth, config.heads, config.sink)
-            self.head = nn.Linear(config.width, self.bins.length * config.bins)
+            sink = config.sink_variant if config.sink else None
+            self.memory = Memory(inputs, config.width, config.depth, config.heads, sink)
+            self.head = nn.Linear(config.width, self.action_tokens.length * config.bins)
             with torch.no_grad():
                 self.head.weight.mul_(0.1)
                 self.head.bias.zero_()
@@ -78,22 +76,6 @@ class MemoryPolicy(nn.Module):
         register_range(self, action)
         if values is not None:
             self.fit_normalizers(values)
-
-    @property
-    def spec(self) -> PolicySpec:
-        """Inputs and outputs; the scored steps are the K choices of a chunk."""
-        return PolicySpec(
-            observation=self.fields,
-            action=self.action,
-            history=self.config.history,
-            chunk=self.config.chunk,
-            prediction=self.config.chunk,
-            scored_steps=self.bins.length,
-            fps=self.fps,
-            instructions=self.instructions,
-            categorical=True,
-            steps_per_action=self.bins.steps_per_action,
-        )
 
     @property
     def reads_instructions(self) -> bool:
@@ -110,13 +92,13 @@ class MemoryPolicy(nn.Module):
             assert isinstance(value, Tensor)
             frames.append(self.reader.vector(key, value).reshape(rows, self.config.history, -1))
         texts = instructions_or_default(observation, rows, self.instructions)
-        if others := sorted(set(texts) - set(self.instructions)):
-            raise SpecError(f"The policy was not trained on the instruction '{others[0]}'.")
+        if unknown_texts := sorted(set(texts) - set(self.instructions)):
+            raise SpecError(f"The policy was not trained on the instruction '{unknown_texts[0]}'.")
         index = torch.tensor([self.instructions.index(text) for text in texts], device=frames[0].device)
         task = functional.one_hot(index, len(self.instructions)).float()
         frames.append(task[:, None].expand(-1, self.config.history, -1))
         summary = self.memory(torch.cat(frames, -1))
-        return self.head(summary).reshape(rows, self.bins.length, -1).float().log_softmax(-1)
+        return self.head(summary).reshape(rows, self.action_tokens.length, -1).float().log_softmax(-1)
 
     @torch.no_grad()
     def act(
@@ -133,36 +115,19 @@ class MemoryPolicy(nn.Module):
         tokens = scores.argmax(-1) if deterministic else samples
         logp = scores.gather(-1, tokens[..., None]).squeeze(-1)
         mask = torch.zeros_like(logp, dtype=torch.bool) if deterministic else torch.ones_like(logp, dtype=torch.bool)
-        actions = in_range(self._actions(tokens), self.action_low, self.action_high)
-        return Decision(actions, {"tokens": tokens}, torch.where(mask, logp, 0.0), mask)
-
-    def _actions(self, tokens: Tensor) -> Tensor:
-        """Return actions [N, C, A] in world units for tokens [N, K]."""
-        return self.action_normalizer.inverse(self.bins.decode(tokens))
+        return self.decided({"tokens": tokens}, logp, mask)
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """Compute log-probabilities and entropies [N, K] of tokens [N, K] from `act`; see `core.policy.ScoredPolicy`.
 
         extras: log_probabilities [N, K, V]. Raises SpecError if tokens or observation have wrong shapes.
         """
-        tokens = latents["tokens"]
-        if tuple(tokens.shape[1:]) != (self.bins.length,):
-            raise SpecError(f"The tokens have shape {list(tokens.shape)}, not [N, {self.bins.length}].")
-        scores = self._log_probabilities(observation)
-        logp = scores.gather(-1, tokens[..., None]).squeeze(-1)
-        entropy = -(scores.exp() * scores).sum(-1)
-        if "executed" in latents:
-            executed = latents["executed"].repeat_interleave(self.bins.steps_per_action, dim=1)
-            logp, entropy = logp * executed, entropy * executed
-        if "chosen" in latents:
-            index = latents["chosen"]
-            logp, entropy = logp.gather(1, index), entropy.gather(1, index)
-            scores = scores.gather(1, index[..., None].expand(-1, -1, scores.shape[-1]))
-        return Scores(logp, entropy, {"log_probabilities": scores})
+        self.require_tokens(latents["tokens"])
+        return self.scored(self._log_probabilities(observation), latents)
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the latents of chunks [N, C, A] in world units; see `core.policy.RecoversLatents`."""
-        return {"tokens": self.bins.encode(self.action_normalizer(actions.float()))}
+        return {"tokens": self.action_tokens.encode(self.action_normalizer(actions.float()))}
 
     def describe_steps(self) -> dict[str, Any]:
         """Implement `core.steps.DescribesSteps.describe_steps`."""
@@ -176,33 +141,24 @@ class MemoryPolicy(nn.Module):
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"tokens": [N]}, the mean cross entropy of demonstrated bins; see `core.policy.Trainable`."""
         actions, valid = check_chunks(batch, self.config.chunk, self.action.size)
-        tokens = self.bins.encode(self.action_normalizer(actions.float()))
+        tokens = self.action_tokens.encode(self.action_normalizer(actions.float()))
         logp = self._log_probabilities(batch["observation"]).gather(-1, tokens[..., None]).squeeze(-1)
-        weights = valid.repeat_interleave(self.bins.steps_per_action, dim=1).float()
+        weights = valid.repeat_interleave(self.action_tokens.steps_per_action, dim=1).float()
         return {"tokens": -(logp * weights).sum(-1) / weights.sum(-1).clamp_min(1.0)}
 
     def normalizers(self) -> dict[str, Normalizer]:
         """Return the normalisers by observation key, and the action normaliser under "action"."""
         return {ACTION: self.action_normalizer, **{key: self.reader.normalizer(key) for key in self.fields}}
 
-    def fit_normalizers(self, values: Mapping[str, Tensor]) -> None:
-        """Fit every normaliser on data: values by observation key [samples, *shape] and "action" [samples, A]."""
-        fit_normalizers(self.normalizers(), values)
-
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
         """Prepare for policy gradients, which train all K choices and all weights; there is no separate encoder.
 
         Raises ConfigError for another number of steps.
         """
-        if steps not in (None, self.bins.length):
-            raise ConfigError(f"A memory policy is fine-tuned in all of its {self.bins.length} choices, not {steps}.")
-
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        """Weights that an optimiser may change."""
-        return [weight for weight in self.parameters() if weight.requires_grad]
-
-    def reset(self, rows: Rows = None) -> None:
-        """Do nothing: the memory of rows [R] is their window of observations, which begins anew with an episode."""
+        if steps not in (None, self.action_tokens.length):
+            raise ConfigError(
+                f"A memory policy is fine-tuned in all of its {self.action_tokens.length} choices, not {steps}."
+            )
 
     def save(self, folder: Path) -> None:
         """Write config.json and model.safetensors atomically."""

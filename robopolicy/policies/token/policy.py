@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.checkpoints import read_weights, require_format, restoring
-from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.former_names import FormerName
 from robopolicy.core.policy import Decision, Scores, TensorObservation
-from robopolicy.core.spec import IMAGE_PREFIX, Field, PolicySpec, validate_observation
+from robopolicy.core.spec import IMAGE_PREFIX, Field, validate_observation
 from robopolicy.core.structured import from_plain
-from robopolicy.core.world import Rows
 from robopolicy.nn.language import (
     LanguageModel,
     Reading,
@@ -32,7 +31,7 @@ from robopolicy.nn.language import (
     WordTokenizer,
     small_backbone,
 )
-from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
+from robopolicy.nn.normalizer import ACTION, Normalizer
 from robopolicy.nn.pretrained import (
     build_described_backbone,
     is_vision_language,
@@ -42,10 +41,11 @@ from robopolicy.nn.pretrained import (
     pretrained_config,
     pretrained_vision_language,
 )
-from robopolicy.nn.tokens import ObservationTokens, make_action_tokenizer
+from robopolicy.nn.tokens import BinTokenizer, FrequencyTokenizer, ObservationTokens, make_action_tokenizer
 from robopolicy.nn.vision_language import VisionLanguageProcessor, describe_prompt, images_of_rows
+from robopolicy.policies.categorical import CategoricalPolicy
 from robopolicy.policies.checkpoint import save_policy, saved_fields
-from robopolicy.policies.interface import check_chunks, in_range, instructions_or_default, register_range, select_fields
+from robopolicy.policies.interface import check_chunks, instructions_or_default, register_range, select_fields
 from robopolicy.policies.steps import probed_actions
 from robopolicy.policies.token.configuration import TokenConfig, TokenPolicyConfig, TokenVision
 from robopolicy.policies.token.decoding import ActionLanguage, CausalDecoding, MaskedDecoding, Prompt, make_decoding
@@ -59,7 +59,7 @@ TOKENIZER, PROCESSOR = "tokenizer", "processor"
 """Subfolders of a checkpoint."""
 
 
-class TokenPolicy(nn.Module):
+class TokenPolicy(CategoricalPolicy[TokenPolicyConfig, BinTokenizer | FrequencyTokenizer]):
     """A `core.policy.Policy` that generates action tokens.
 
     config, observation, action, fps, values, seed: as in `DenoisingPolicy`; instructions: supported instructions (the
@@ -69,8 +69,6 @@ class TokenPolicy(nn.Module):
     normalised field.
     """
 
-    action_low: Tensor
-    action_high: Tensor
     lowers_precision = True
 
     def __init__(
@@ -143,22 +141,6 @@ class TokenPolicy(nn.Module):
         """Whether actions depend on the instruction."""
         return True
 
-    @property
-    def spec(self) -> PolicySpec:
-        """Inputs and outputs; the scored steps are the K tokens of a chunk."""
-        return PolicySpec(
-            observation=self.fields,
-            action=self.action,
-            history=self.config.history,
-            chunk=self.config.chunk,
-            prediction=self.config.chunk,
-            scored_steps=self.action_tokens.length,
-            fps=self.fps,
-            instructions=self.instructions,
-            categorical=True,
-            steps_per_action=self.action_tokens.steps_per_action,
-        )
-
     @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
@@ -178,7 +160,7 @@ class TokenPolicy(nn.Module):
         """Generate actions [B, C, A] after a prompt; see `act`."""
         latents, logp = self.decoding.sample(self._action_language, prompt, generator, deterministic=deterministic)
         mask = torch.zeros_like(logp, dtype=torch.bool) if deterministic else torch.ones_like(logp, dtype=torch.bool)
-        return self._decision(latents, logp, mask)
+        return self.decided(latents, logp, mask)
 
     @torch.no_grad()
     def resume(
@@ -199,16 +181,7 @@ class TokenPolicy(nn.Module):
             kept=(latents["tokens"], count),
         )
         # Kept tokens were choices of another decision.
-        return self._decision(new_latents, logp, torch.arange(logp.shape[1], device=logp.device) >= count[:, None])
-
-    def _decision(self, latents: dict[str, Tensor], logp: Tensor, mask: Tensor) -> Decision:
-        """Decode tokens [B, K] to actions [B, C, A] within the world's bounds; logp [B, K] of tokens that were not
-        sampled is 0.
-        """
-        tokens = latents["tokens"]
-        actions = self.action_normalizer.inverse(self.action_tokens.decode(tokens))
-        actions = in_range(actions, self.action_low, self.action_high)
-        return Decision(actions, latents, torch.where(mask, logp, 0.0), mask)
+        return self.decided(new_latents, logp, torch.arange(logp.shape[1], device=logp.device) >= count[:, None])
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """Compute log-probabilities of tokens [N, K] returned by `act`: logp and entropy [N, K] at the sampling
@@ -220,25 +193,8 @@ class TokenPolicy(nn.Module):
         log_probabilities [N, K, V] of the whole action vocabulary. Raises SpecError if tokens or observation have wrong
         shapes.
         """
-        tokens = latents["tokens"]
-        if tuple(tokens.shape[1:]) != (self.action_tokens.length,):
-            raise SpecError(
-                f"The tokens have shape {list(tokens.shape)}, but this policy's tokens have [N, "
-                f"{self.spec.scored_steps}]."
-            )
-        log_probabilities = self.decoding.score(self._action_language, self._prompt(observation), latents)
-        logp = log_probabilities.gather(-1, tokens[..., None]).squeeze(-1)
-        entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
-        if "executed" in latents and self.action_tokens.steps_per_action:
-            token_mask = latents["executed"].repeat_interleave(self.action_tokens.steps_per_action, dim=1)
-            logp, entropy = logp * token_mask, entropy * token_mask
-        if "chosen" in latents:
-            indices = latents["chosen"]
-            logp, entropy = logp.gather(1, indices), entropy.gather(1, indices)
-            log_probabilities = log_probabilities.gather(
-                1, indices[..., None].expand(-1, -1, log_probabilities.shape[-1])
-            )
-        return Scores(logp, entropy, {"log_probabilities": log_probabilities})
+        self.require_tokens(latents["tokens"])
+        return self.scored(self.decoding.score(self._action_language, self._prompt(observation), latents), latents)
 
     @property
     def answers_in_tokens(self) -> bool:
@@ -298,15 +254,6 @@ class TokenPolicy(nn.Module):
         keys = [key for key in self.fields if not key.startswith(IMAGE_PREFIX)]
         return {ACTION: self.action_normalizer, **{key: self.observation_tokens.normalizer(key) for key in keys}}
 
-    def fit_normalizers(self, values: Mapping[str, Tensor]) -> None:
-        """Fit every normaliser on data: values by observation key [samples, *shape] and "action" [samples, A].
-
-        Raises ConfigError when a key is missing or fine-tuning has started.
-        """
-        if self.finetuning is not None:
-            raise ConfigError("The normalisers are fixed after fine-tuning has started: fit them before pre-training.")
-        fit_normalizers(self.normalizers(), values)
-
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
         """Prepare for policy gradients, which train all K tokens; train_encoder False freezes the observation encoder.
 
@@ -352,13 +299,6 @@ class TokenPolicy(nn.Module):
         self.language.merge_lora()
         self.adapters = None
         self.requires_grad_(True)
-
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        """Weights that an optimiser may change."""
-        return [weight for weight in self.parameters() if weight.requires_grad]
-
-    def reset(self, rows: Rows = None) -> None:
-        """Do nothing; no row [R] has state between policy calls."""
 
     def save(self, folder: Path) -> None:
         """Write config.json, model.safetensors and the tokenizer's files atomically.
