@@ -325,6 +325,11 @@ def _others() -> Iterator[tuple[str, str, str]]:
             _order("pick_place"),
         ),
         (
+            "Rank correlation of imagined and real success, ten policies for push_cube, in a model of pictures",
+            "ranking",
+            _order("push_cube", "latent_ensemble"),
+        ),
+        (
             "DDIM with 10 of 100 steps on Push-T: speed-up of a policy call",
             "inference",
             _speed("hundred_steps", "DDIM 10"),
@@ -352,9 +357,9 @@ def _gate(bound: str, sign: int) -> str:
     return f"{accepted} of {len(found)}: {100 * accepted / len(found):.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def _order(task: str) -> str:
-    """Return Spearman's rank correlation in ensembles: mean and range over the seeds of the model."""
-    found = list(leaves(figures("ranking"), ("tasks", task, "ensemble", "*", "statistics", "spearman", "value")))
+def _order(task: str, model: str = "ensemble") -> str:
+    """Return Spearman's rank correlation in models of a kind: mean and range over the seeds of the model."""
+    found = list(leaves(figures("ranking"), ("tasks", task, model, "*", "statistics", "spearman", "value")))
     return f"{sum(found) / len(found):.2f} ({min(found):.2f} to {max(found):.2f}, {len(found)} seeds)"
 
 
