@@ -97,6 +97,11 @@ def test_files_are_worth_opening():
     assert not short, "\n".join(short)
 
 
+def test_no_two_test_files_share_a_name():
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not {name for name in names if names.count(name) > 1}, "pytest imports them by name, and would refuse both"
+
+
 def test_a_line_assigns_two_values_at_most():
     """`self.a, self.b, self.c = x, y, z` is read by counting commas."""
     lines = [f"{path.relative_to(ROOT)}:{line}" for path in sources() for line in packed(ast.parse(path.read_text()))]

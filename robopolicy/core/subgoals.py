@@ -1,8 +1,8 @@
 """Timed sub-goals of a formula of signal temporal logic (`plan_of`): what is to be reached when, and what holds.
 
-    plan = plan_of(Specification("F[1,3](x > 1) & F[3,6](x < 0) & G[0,6](y < 2)", fields, fps=10), horizon=60)
-    plan.goals        # reach x > 1 at a time in [10, 30], x < 0 at a time in [30, 60]
-    plan.invariants   # y < 2 from 0 to 60
+    timed = plan_of(Specification("F[1,3](x > 1) & F[3,6](x < 0) & G[0,6](y < 2)", fields, fps=10), horizon=60)
+    timed.goals       # reach x > 1 at a time in [10, 30], x < 0 at a time in [30, 60]
+    timed.invariants  # y < 2 from 0 to 60
 
 Negations are moved inwards and every disjunction over temporal operators opens branches, one of which is followed. In a
 branch each `F`, and the right side of each `U`, is a sub-goal: it is to be met exactly at a time tau from its window,
