@@ -65,6 +65,9 @@ VERB = Verb(
 PLAY_FRACTION = 0.4
 """Of the missing steps, in which the expert plays for a model of latents."""
 
+MOSTLY = 0.9
+"""Fraction of successful recordings beyond which a model has too few failures to learn from."""
+
 FILMED = 6
 """Number of episodes in the video."""
 
@@ -145,7 +148,9 @@ def gather(config: Config, world: World, generator: torch.Generator) -> tuple[Ep
         return Episodes.concatenate(parts), []
     steps_missing = section.transitions - sum(part.step_count for part in parts)
     if steps_missing <= 0:
-        return Episodes.concatenate(parts), []
+        recorded = Episodes.concatenate(parts)
+        warn_of_successes(recorded, section.transitions)
+        return recorded, []
     policies = section.policies
     if section.include_base:
         policies = tuple(dict.fromkeys((base_of(config), *policies)))
@@ -177,6 +182,18 @@ def gather(config: Config, world: World, generator: torch.Generator) -> tuple[Ep
         if share
     ]
     return Episodes.concatenate([*parts, *(each.episodes for each in behaviours)]), behaviours
+
+
+def warn_of_successes(recorded: Episodes, transitions: int) -> None:
+    """Warn when recordings nearly all succeed and leave no room for rollouts that fail."""
+    rate = 0.0 if recorded.success is None else float(recorded.success.float().mean())
+    if rate > MOSTLY:
+        steps = recorded.step_count
+        output.print(
+            f"Warning: {rate:.0%} of the recorded episodes succeed, and their {steps} steps leave none of "
+            f"worldmodel.transitions={transitions} to policies, noisy experts and play. A model that never saw a "
+            f"failure flatters policies: set worldmodel.transitions={2 * steps}, or record failures."
+        )
 
 
 def play_fraction(config: Config, spec: WorldSpec) -> float:

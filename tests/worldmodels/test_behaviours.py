@@ -16,6 +16,7 @@ from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
+from robopolicy.verbs.worldmodel import warn_of_successes
 from worldmodels.configuration import EnsembleConfig
 from worldmodels.ensemble import EnsembleModel
 
@@ -56,6 +57,14 @@ def recorded_by(actor, count=60, steps=12):
                 goals.append(goal.expand(step + 2, 2))
                 break
     return point_world.assembled(SPEC, positions, goals, actions, lengths, progress, won)
+
+
+def test_recordings_that_hardly_fail_and_leave_no_room_for_failures_are_named(capsys):
+    warn_of_successes(recorded_by(Goes(0.1), count=10), transitions=20)
+    assert not capsys.readouterr().out
+    warn_of_successes(recorded_by(Goes(), count=10, steps=40), transitions=20)
+    assert "100% of the recorded episodes succeed" in (said := " ".join(capsys.readouterr().out.split()))
+    assert "set worldmodel.transitions=" in said
 
 
 @pytest.fixture(scope="module")
