@@ -141,10 +141,19 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
     return result_tables
 
 
-def mean_savings(seeds: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return the mean over seeds of each number of few trials, see `evaluation.few_trials.savings`; [] without."""
+def mean_savings(seeds: Mapping[str, Any]) -> list[dict[str, float | None]]:
+    """Return the mean over seeds of each number of few trials, see `evaluation.few_trials.savings`; [] without.
+
+    A mean is over the seeds where the figure is defined, None without any.
+    """
     each = [ranking["savings"] for ranking in seeds.values() if ranking.get("savings")]
-    return [{name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} for rows in zip(*each, strict=True)]
+    return [{name: defined_mean([row[name] for row in rows]) for name in rows[0]} for rows in zip(*each, strict=True)]
+
+
+def defined_mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are not None; None without any."""
+    defined = [value for value in values if value is not None]
+    return sum(defined) / len(defined) if defined else None
 
 
 def cell(estimates: Sequence[Mapping[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from robopolicy.benchmarks.ranking import mean_savings
 from robopolicy.core.errors import DataError
 from robopolicy.evaluation.few_trials import calibrated_rate, savings
 from robopolicy.evaluation.intervals import wilson
@@ -80,3 +81,11 @@ def test_few_trials_with_a_model_that_agrees_order_policies_as_well_as_more_tria
         assert each.covered > 0.85  # of 60 draws
     other = {name: evaluated(each.success, seeds + 1) for name, each in truth.items()}
     assert savings(truth, other, np.random.default_rng(1)) == []  # other starts: nothing is paired
+
+
+def test_an_order_that_some_seeds_do_not_define_is_the_mean_of_the_others():
+    rows = [{"trials": 5, "order": None}, {"trials": 10, "order": 0.4}], [{"trials": 5, "order": None}] * 2
+    rows[1][1] = {"trials": 10, "order": None}
+    seeds = {str(seed): {"savings": part} for seed, part in enumerate(rows)}
+    assert mean_savings(seeds) == [{"trials": 5, "order": None}, {"trials": 10, "order": 0.4}]
+    assert mean_savings({"0": {}}) == []
