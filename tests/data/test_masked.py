@@ -68,6 +68,13 @@ def test_padding_is_never_drawn_and_chunks_never_cross_it(tmp_path, chunk):
         assert float(data.action[row].max()) <= min(1.0, last[episode]) + 1e-6
 
 
+def test_arrays_of_other_shapes_are_named(tmp_path):
+    path = write(tmp_path / "some.npz", [[1, 1, 0]], fps=20, notes=np.zeros((2, 3)))
+    with Masked().open(path) as source:
+        assert source.fps == 20 and source.notes[0].startswith("1 of 3 steps")
+        assert source.notes[1:] == ("These arrays do not begin with [1, 3] and are ignored: notes [2, 3].",)
+
+
 def test_runs_of_masks_by_hand():
     masks = np.array([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1]], dtype=bool)
     assert runs_of(masks).tolist() == [[0, 0, 2], [0, 3, 4], [2, 1, 4]]

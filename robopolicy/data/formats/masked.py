@@ -17,7 +17,7 @@ import numpy as np
 from robopolicy.core.errors import DataError
 from robopolicy.data.formats.format import Column, DatasetFormat, Source
 from robopolicy.data.formats.mapping import TERMINATED
-from robopolicy.data.formats.npz import ACTIONS, ENDINGS, ArrayMember, texts_of
+from robopolicy.data.formats.npz import ACTIONS, ENDINGS, ArrayMember, fps_of, opened_members, texts_of
 
 MASKS = ("masks", "mask")
 LAST_STEP = "last_step"
@@ -39,14 +39,8 @@ class Masked(DatasetFormat):
     @contextmanager
     def open(self, path: Path) -> Generator[Source]:
         """Implement `DatasetFormat.open`."""
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith(".npy")]
-            members = {name.removesuffix(".npy"): ArrayMember(path, archive, name) for name in names}
-            try:
-                yield _MaskedSource(path, members)
-            finally:
-                for each in members.values():
-                    each.close()
+        with opened_members(path) as members:
+            yield _MaskedSource(path, members)
 
 
 class _MaskedSource(Source):
@@ -75,12 +69,18 @@ class _MaskedSource(Source):
         }
         if not any(key in self.columns for key in ENDINGS):
             self.columns[LAST_STEP] = Column((1,), "bool", targets=(TERMINATED,))
-        fps = members.get("fps")
-        self.fps = None if fps is None else float(fps.whole().reshape(-1)[0])
+        self.fps = fps_of(members)
         texts = texts_of(members.get("task"), rollouts, path)
         self.tasks = tuple(texts[rollout] for rollout in self.runs[:, 0])
         padded = mask.size - sum(self.lengths)
         self.notes = (f"{padded} of {mask.size} steps are padding and left out.",) if padded else ()
+        other = [
+            f"{key} {list(each.shape)}"
+            for key, each in members.items()
+            if key not in (*self.members, *MASKS, "fps", "task")
+        ]
+        if other:
+            self.notes += (f"These arrays do not begin with {[rollouts, length]} and are ignored: {', '.join(other)}.",)
 
     def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
         """Implement `Source.shapes`."""

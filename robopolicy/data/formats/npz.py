@@ -42,14 +42,8 @@ class Npz(DatasetFormat):
     @contextmanager
     def open(self, path: Path) -> Generator[Source]:
         """Implement `DatasetFormat.open`."""
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith(".npy")]
-            members = {name.removesuffix(".npy"): ArrayMember(path, archive, name) for name in names}
-            try:
-                yield _NpzSource(path, members)
-            finally:
-                for each in members.values():
-                    each.close()
+        with opened_members(path) as members:
+            yield _NpzSource(path, members)
 
 
 class ArrayMember:
@@ -113,6 +107,19 @@ class ArrayMember:
         return data
 
 
+@contextmanager
+def opened_members(path: Path) -> Generator[dict[str, ArrayMember]]:
+    """Open the arrays of an .npz file, by name."""
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".npy")]
+        members = {name.removesuffix(".npy"): ArrayMember(path, archive, name) for name in names}
+        try:
+            yield members
+        finally:
+            for each in members.values():
+                each.close()
+
+
 class _NpzSource(Source):
     """An opened .npz file."""
 
@@ -133,8 +140,7 @@ class _NpzSource(Source):
             for key, each in self.members.items()
             if each.dtype.kind in "biuf" and key not in bookkeeping
         }
-        fps_array = members.get("fps")
-        self.fps = None if fps_array is None else float(fps_array.whole().reshape(-1)[0])
+        self.fps = fps_of(members)
         self.tasks = texts_of(members.get("task"), len(self.lengths), path)
         other = [
             f"{key} {list(each.shape)}"
@@ -191,6 +197,12 @@ def _ends(path: Path, members: Mapping[str, ArrayMember], steps: int) -> np.ndar
 
 def _changes(index: np.ndarray) -> np.ndarray:
     return np.append(np.flatnonzero(np.diff(index)) + 1, len(index))
+
+
+def fps_of(members: Mapping[str, ArrayMember]) -> float | None:
+    """Return the control frequency in Hz in the array `fps`, None without one."""
+    member = members.get("fps")
+    return None if member is None else float(member.whole().reshape(-1)[0])
 
 
 def texts_of(member: ArrayMember | None, count: int, path: Path) -> tuple[str, ...]:
