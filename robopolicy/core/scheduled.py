@@ -50,7 +50,9 @@ Values = Callable[[Observation], Array]
 
 @runtime_checkable
 class SchedulesByValue(Protocol):
-    """A world whose episodes begin with a schedule that a value function may choose."""
+    """A world whose episodes begin with a schedule that a value function chooses, if `by_value`."""
+
+    by_value: bool
 
     def choose_by(self, value: Values, *, best: bool) -> None:
         """Choose schedules by `value` from now on: the best of several, or samples for learning."""
@@ -68,12 +70,15 @@ def without_schedules(options: Mapping[str, Any]) -> dict[str, Any]:
 def with_schedules_of(options: Mapping[str, Any], world: World) -> World:
     """Return `world` with the formula of its options to be fulfilled; the world itself without one.
 
-    Raises ConfigError for a formula without a plan, an unknown kind of schedules, and a world with cameras.
+    Raises ConfigError for a formula without a plan, schedules without a formula or of an unknown kind, and a world with
+    cameras.
     """
     text = options.get(FORMULA_OPTION)
-    if not text:
+    if not text and SCHEDULES_OPTION not in options:
         return world
     try:
+        if not text:
+            raise ConfigError(f"{SCHEDULES_OPTION} are those of a formula: set world.options.{FORMULA_OPTION}.")
         kind = options.get(SCHEDULES_OPTION, KINDS[0])
         if kind not in KINDS and not Path(str(kind)).is_dir():
             raise ConfigError(f"{SCHEDULES_OPTION}={kind!r} must be {', '.join(KINDS)} or the folder of a critic.")
@@ -105,7 +110,7 @@ class ScheduledWorld(WrappedWorld):
         )
         super().__init__(world, replace(own_spec, terminate_on_success=True))
         self._random = numpy_generator(seed, "schedules")
-        self._by_value = by_value
+        self.by_value = by_value
         self._value: Values | None = None
         self._best = False
         self.times = np.zeros((rows, goals), np.int64)
@@ -119,7 +124,7 @@ class ScheduledWorld(WrappedWorld):
 
     def choose_by(self, value: Values, *, best: bool) -> None:
         """Implement `SchedulesByValue.choose_by`."""
-        if self._by_value:
+        if self.by_value:
             self._value, self._best = value, best
 
     def reset(

@@ -150,7 +150,6 @@ def finetune(
     Raises ConfigError for an invalid combination, NonFiniteError naming the quantity and the iteration, and
     RuntimeError if recomputed log-probabilities differ from those at acting time.
     """
-    require_own_schedules(world, config)
     course = StoppingRule(stopping or StoppingSettings(config.patience, watched=False), config.target_success)
     evaluations = evaluate, confirm
     tuning = _Finetuning(policy, critic, world, config, run, evaluations, seed, guidance, course, workers)
@@ -208,11 +207,11 @@ class _Finetuning:
         if Need.MEANS in self.algorithm.needs and isinstance(policy, RecordsMeans):
             policy.record_means = True
         self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None
+        require_own_schedules(world, self.critic, config, on_workers=workers is not None)
         base = copy_trainable(policy).requires_grad_(False) if Need.BASE in self.algorithm.needs else None
         self.device = next(policy.parameters()).device
         self.plain = policy.eval()
-        policy = _divided(policy, config, workers) if config.fsdp else policy
-        self.policy = policy
+        self.policy = policy = _divided(policy, config, workers) if config.fsdp else policy
         require_lowering(policy, config.precision)
         self.generators = Generators(seed, self.device)
         self.return_scale = ReturnScale().to(self.device)

@@ -33,9 +33,11 @@ def schedule_by(world: World, critic: nn.Module | None, *, best: bool) -> None:
         world.choose_by(values_of(critic), best=best)
 
 
-def save_critic(folder: Path, critic: Critic, world: World) -> None:
-    """Write the critic of a world's states, to choose its schedules later, atomically; nothing if it has none."""
-    if isinstance(world, SchedulesByValue):
+def save_critic(folder: Path, critic: Critic | None, world: World) -> None:
+    """Write the critic of a world's states, to choose its schedules later, atomically; nothing if it has none, or
+    without a critic.
+    """
+    if critic is not None and isinstance(world, SchedulesByValue):
         settings = {"architecture": critic.architecture, "history": world.spec.history}
         write_checkpoint(folder, {"kind": "critic", **settings}, critic)
 
@@ -51,13 +53,19 @@ def load_critic(folder: Path, spec: WorldSpec, device: torch.device | str = "cpu
     return read_weights(critic, folder, device).eval()
 
 
-def require_own_schedules(world: World, config: FinetuneConfig) -> None:
-    """Raise ConfigError if episodes are played by copies of a world with schedules, which the critic does not reach."""
-    copied = [name for name in ("shards", "staleness", "policy_lag") if getattr(config, name) > (name == "shards")]
-    if copied and isinstance(world, SchedulesByValue):
+def require_own_schedules(world: World, critic: nn.Module | None, config: FinetuneConfig, *, on_workers: bool) -> None:
+    """Raise ConfigError if episodes are played by copies of a world whose schedules the critic chooses, which it does
+    not reach. critic: None chooses none.
+    """
+    if critic is None or not (isinstance(world, SchedulesByValue) and world.by_value):
+        return
+    reason = "plays episodes in copies of the world, where the critic cannot choose schedules"
+    for name in ("shards", "staleness", "policy_lag"):
+        if (value := getattr(config, name)) > (name == "shards"):
+            raise ConfigError(f"finetune.{name}={value} {reason}: unset it, or set world.options.schedules=uniform.")
+    if on_workers:
         raise ConfigError(
-            f"finetune.{copied[0]}={getattr(config, copied[0])} plays episodes in copies of the world, where the "
-            "critic cannot choose schedules: unset it."
+            f"workers.pool {reason}: set workers.count=1 workers.pool=local, or world.options.schedules=uniform."
         )
 
 

@@ -38,7 +38,7 @@ from robopolicy.nn.shapes import shapes_only
 from robopolicy.nn.sharing import share_frozen
 from robopolicy.policies.abilities import Tunable, WrapsModule, is_pretrained
 from robopolicy.policies.loading import checkpoint_in, foreign_format, weights_bytes
-from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.algorithm import Algorithm, build_algorithm
 from robopolicy.rl.preferences import StoresPairs
 from robopolicy.rl.registry import Need
 from robopolicy.runs import default_path, output, print_table, run_path
@@ -104,10 +104,8 @@ def tune(config: Config, workers: Workers) -> int:
         share_frozen(policy, base_module)
     world = build_collection_world(config, base, device)
     print_memory(config, policy, base, world)
-    if by_episode(build_algorithm(learning := narrowed(FinetuneConfig, section)), learning):
-        say_replicas(section.minibatch_episodes, "minibatch", "episodes")
-    else:
-        say_replicas(section.minibatch, "minibatch", "action chunks")
+    algorithm = build_algorithm(learning := narrowed(FinetuneConfig, section))
+    say_minibatch(algorithm, learning)
     judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
     remember_origin(policy, origin_of_section(config.world, world) or origin_of(base))
     require_target(section.target_success, judging)
@@ -120,13 +118,15 @@ def tune(config: Config, workers: Workers) -> int:
         return evaluate_policy(judging, candidate, fresh_seeds, **options).figures()
 
     clock = job.folder.clock()
-    schedule_by(judging, critic := build_critic(world, section, config.run.seed).to(device), best=True)
+    critic = build_critic(world, section, config.run.seed).to(device)
+    trained_critic = critic if Need.CRITIC in algorithm.needs else None
+    schedule_by(judging, trained_critic, best=True)
     with on_cpu(base_module, section.fsdp):
         finetuning = finetune(
             policy,
             critic,
             world,
-            narrowed(FinetuneConfig, section),
+            learning,
             job.folder,
             evaluate=job.evaluator(judging, section.evaluate_episodes, on_workers.players),
             confirm=confirm,
@@ -136,7 +136,7 @@ def tune(config: Config, workers: Workers) -> int:
         )
     if job.is_over:
         return 0
-    save_critic(job.folder.path / "critic", critic, world)
+    save_critic(job.folder.path / "critic", trained_critic, world)
     seconds = clock.seconds
     saved = Saved({"base": path, "tuned": job.folder.checkpoint}, like=path, workers=workers)
     verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes, saved)
@@ -151,6 +151,14 @@ def tune(config: Config, workers: Workers) -> int:
     restarted = sum(int(record.get("shards_restarted", 0)) for record in job.folder.metrics())
     job.finish(compared(verdicts) | result | ({"shards_restarted": restarted} if restarted else {}))
     return 0
+
+
+def say_minibatch(algorithm: Algorithm, learning: FinetuneConfig) -> None:
+    """Print how processes divide a minibatch."""
+    if by_episode(algorithm, learning):
+        say_replicas(learning.minibatch_episodes, "minibatch", "episodes")
+    else:
+        say_replicas(learning.minibatch, "minibatch", "action chunks")
 
 
 @contextmanager

@@ -79,9 +79,10 @@ def test_proposals_are_symmetric():
             times = np.full((20000, 2), (first, second))
             for moved in map(tuple, propose(plan, times, draws).tolist()):
                 counts[(first, second), moved] = counts.get(((first, second), moved), 0) + 1
+    inside = {here for here, _ in counts}
     for (here, there), count in counts.items():
-        if (there, here) in counts:
-            assert count == counts[there, here] or abs(count - counts[there, here]) < 300
+        if there in inside:
+            assert abs(count - counts.get((there, here), 0)) < 300
 
 
 @pytest.mark.checks("TGPO-STL")

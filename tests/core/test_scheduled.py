@@ -116,5 +116,7 @@ def test_options_make_it_and_wrong_ones_are_refused():
     assert (with_schedules_of(options, line).times == 0).all() and START == -1
     with pytest.raises(ConfigError, match="critic, uniform or the folder"):
         with_schedules_of({**options, "schedules": "random"}, line)
+    with pytest.raises(ConfigError, match=r"set world\.options\.stl"):
+        with_schedules_of({"schedules": "uniform"}, line)
     with pytest.raises(ConfigError, match="no element 'y'"):
         with_schedules_of({"stl": "F[1,2](y > 1)"}, line)

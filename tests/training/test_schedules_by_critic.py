@@ -45,14 +45,19 @@ def test_the_best_of_64_schedules_has_the_critics_largest_value(critic):
     np.testing.assert_array_equal(world.reset(seeds=np.arange(20))[SCHEDULE], chosen[SCHEDULE])
 
 
-def test_copies_of_the_world_are_refused():
+def test_copies_of_the_world_are_refused(critic):
     world = ScheduledWorld(LineWorld(1, 10), FORMULA)
-    require_own_schedules(world, FinetuneConfig())
-    require_own_schedules(LineWorld(1), FinetuneConfig(shards=2, groups=2))
+    require_own_schedules(world, critic, FinetuneConfig(), on_workers=False)
+    copies = FinetuneConfig(shards=2, groups=2)
+    require_own_schedules(LineWorld(1), critic, copies, on_workers=True)
+    require_own_schedules(ScheduledWorld(LineWorld(1, 10), FORMULA, by_value=False), critic, copies, on_workers=True)
+    require_own_schedules(world, None, copies, on_workers=True)
     with pytest.raises(ConfigError, match=r"finetune\.shards=2"):
-        require_own_schedules(world, FinetuneConfig(shards=2, groups=2))
+        require_own_schedules(world, critic, copies, on_workers=False)
     with pytest.raises(ConfigError, match=r"finetune\.staleness=1"):
-        require_own_schedules(world, FinetuneConfig(staleness=1))
+        require_own_schedules(world, critic, FinetuneConfig(staleness=1), on_workers=False)
+    with pytest.raises(ConfigError, match=r"set workers\.count=1"):
+        require_own_schedules(world, critic, FinetuneConfig(), on_workers=True)
 
 
 @pytest.mark.long
@@ -68,6 +73,11 @@ def test_a_formula_is_learned_by_the_verbs(tmp_path: Path):
     records = (tmp_path / "finetune/reach_planar/0/metrics.jsonl").read_text().splitlines()
     assert len([line for line in map(json.loads, records) if "iteration" in line]) >= 2
     run = tmp_path / "finetune/reach_planar/0"
+    # Without a critic that learns, schedules stay uniform, also of copies.
+    policy = f"finetune.policy={tmp_path}/train/reach_planar/0/checkpoint"
+    groups = [*tuning[1:2], "finetune.algorithm=grpo", "finetune.groups=2", "finetune.group_size=2", *tuning[4:]]
+    assert main(["finetune", *shared, *groups, "finetune.shards=2", "run.name=groups", policy]) == 0
+    assert (run / "critic").is_dir() and not (tmp_path / "finetune/groups/0/critic").exists()
     by_critic = f"world.options.schedules={run}/critic"
     for name, settings in (("uniform", []), ("critic", [by_critic])):
         judged = ["evaluate", str(run / "checkpoint"), *shared, *settings, "evaluate.episodes=4", "evaluate.videos=0"]
