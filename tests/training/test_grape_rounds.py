@@ -174,7 +174,7 @@ def test_stored_pairs_of_another_policy_are_refused(tmp_path: Path):
     narrow.spec = replace(narrow.spec, observation=other.spec.observation)
     with pytest.raises(DataError, match=r"'observation.state' in the stored pairs: \(1, 14\); in the policy: \(1, 9\)"):
         finetune(narrow, None, other, CONFIG, guidance=pairs)
-    with pytest.raises(ConfigError, match="collects no rollouts: set policy_lag and overprovision to 0"):
+    with pytest.raises(ConfigError, match="collects no rollouts: set policy_lag=0 and overprovision=0"):
         finetune(narrow, None, LockWorld(4), replace(CONFIG, policy_lag=1, overprovision=0.5), guidance=pairs)
     critic = state_critic(FIELDS, 1, width=8)
     with pytest.raises(ConfigError, match="compares the episodes of a group, such as grape"):

@@ -12,6 +12,8 @@ from test_shards import workers_of
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.run import RunFolder
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.update import Learner
@@ -116,3 +118,10 @@ def test_nothing_is_lost_by_an_interruption_and_later_epochs_follow(monkeypatch:
 def test_what_needs_the_whole_batch_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         finetune(ChainPolicy(), None, SavedWorld(8), replace(CONFIG, **changes))
+
+
+def test_stored_pairs_do_not_arrive_in_shards():
+    config = replace(CONFIG, algorithm="grape", shards=1)
+    draws = torch.Generator()
+    with pytest.raises(ConfigError, match="set overlap_update=false"):
+        make_collector(SavedWorld(8), ChainPolicy(), build_algorithm(config), config, 0, draws, pairs=object())

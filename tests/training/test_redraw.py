@@ -1,6 +1,7 @@
 """Dynamic sampling: groups that all end alike are replaced by others, until enough have both outcomes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,6 +73,27 @@ def test_it_gives_up_after_some_rounds():
     world.mixed = 0.0
     rollouts = collected(world, replace(CONFIG, options={"redraw": {"rounds": 3}}), 1)[0]
     assert len(rates_of(rollouts)) == 4 * 4 and bool(((rates_of(rollouts) == 0) | (rates_of(rollouts) == 1)).all())
+
+
+def test_every_round_draws_its_own_hints():
+    drawn = []
+
+    class Hint:
+        def depth(self, starts, rates, context, draws):
+            drawn.append(draws.random(len(starts)))
+            return drawn[-1]
+
+    world = Graded(8)
+    world.mixed = 0.0
+    config = replace(CONFIG, options={"redraw": {"rounds": 2}})
+    policy = token_policy(world)
+    policy.prepare_finetuning()
+    collector = make_collector(world, policy, build_algorithm(config), config, 0, torch.Generator().manual_seed(0))
+    collector.hint = Hint()
+    collector.demonstrations = SimpleNamespace(state=lambda start, depth: (None, depth))
+    hints = collector.collect(0).extras["hint"][:, 0]
+    assert len(drawn) == 3 and np.unique(drawn).size == 12
+    np.testing.assert_allclose(hints[::2].numpy(), np.concatenate(drawn), rtol=1e-6)
 
 
 @pytest.mark.checks("allocator/redraw", "DAPO")

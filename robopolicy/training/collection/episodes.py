@@ -255,7 +255,7 @@ class EpisodeCollector:
         config, first = self.config, (batch * self.parts + part) * self.provision
         name = f"{batch}/{part}" if part else str(batch)
         seeds, starts = self._propose(name, self.provision - len(self.held) if count is None else count)
-        requests, sizes = self._requests(batch, first, seeds, starts), self._sizes(starts)
+        requests, sizes = self._requests(batch, name, first, seeds, starts), self._sizes(starts)
         group_target = config.groups if config.overprovision else None
         if isinstance(self.allocator, ContinuesEpisodes):
             rollouts = self._continued(self.allocator, requests(list(sizes)), batch, version)
@@ -281,15 +281,15 @@ class EpisodeCollector:
         return rollouts
 
     def _requests(
-        self, batch: int, first: int, seeds: np.ndarray, starts: np.ndarray
+        self, batch: int, name: str, first: int, seeds: np.ndarray, starts: np.ndarray
     ) -> Callable[[list[int]], list[Request]]:
         """Return a function from group sizes [n] to the requests of new groups from initial states [n], with numbers
-        from `first` on, and note where these begin.
+        from `first` on, and note where these begin. name: of the draw.
         """
         # Group numbers never repeat in a run: held groups of an earlier batch keep theirs.
         _, pool = start_pool(self.seed, self.config.num_initial_states, len(self.world.spec.instructions))
         tasks = [pool[start] for start in starts] if pool else []
-        states, depths = self._hinted(batch, starts)
+        states, depths = self._hinted(batch, name, starts)
         limits = self.allocator.limits(starts) if isinstance(self.allocator, LimitsLengths) else [0] * len(starts)
         origins_of_batch = zip(starts.tolist(), depths, strict=True)
         self.begun |= {first + number: origin for number, origin in enumerate(origins_of_batch)}
@@ -449,15 +449,15 @@ class EpisodeCollector:
         parts = [part.with_extras(helped=torch.full_like(part.alive, place > 0)) for place, part in enumerate(parts)]
         return concatenate(parts, same_groups=True)
 
-    def _hinted(self, batch: int, starts: np.ndarray) -> tuple[list[Snapshot | None], list[float]]:
+    def _hinted(self, batch: int, name: str, starts: np.ndarray) -> tuple[list[Snapshot | None], list[float]]:
         """Return the demonstrated state that each group starts from (None: the initial state), and its depth in the
         demonstration.
         """
         if self.hint is None or self.demonstrations is None:
             return [None] * len(starts), [0.0] * len(starts)
         context = Context(torch.Generator(), iteration=batch, iterations=self.config.iterations)
-        # Of the batch's number, not of a generator that moves: a resumed run draws the same.
-        draws = np.random.default_rng(derive_seed(self.seed, f"hints/{batch}"))
+        # Of the draw's name, not of a generator that moves: a resumed run draws the same.
+        draws = np.random.default_rng(derive_seed(self.seed, f"hints/{name}"))
         depths = self.hint.depth(starts, self.sampler.predict(starts), context, draws)
         start_states = [
             self.demonstrations.state(int(start), float(depth)) for start, depth in zip(starts, depths, strict=True)

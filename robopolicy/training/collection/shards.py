@@ -364,8 +364,9 @@ class ShardedEpisodes(EpisodeCollector):
         Only for allocators that add no episodes to played groups.
         """
         with while_collecting(iteration):
-            seeds, starts = self._propose(str(iteration), self.provision)
-            requests = self._requests(iteration, iteration * self.provision, seeds, starts)
+            name, first = str(iteration), iteration * self.provision
+            seeds, starts = self._propose(name, self.provision)
+            requests = self._requests(iteration, name, first, seeds, starts)
             items = self._items(requests(list(self._sizes(starts))), None, 0)
             for shard, rollouts in self.shards.arrivals(iteration, iteration, items):
                 yield shard, self._with_origins(rollouts)

@@ -39,13 +39,14 @@ class StoredPairs:
     ):
         if Need.WHOLE_GROUPS not in algorithm.needs:
             raise ConfigError("Stored pairs need an algorithm that compares the episodes of a group, such as grape.")
+        plain = FinetuneConfig()
         playing = [
-            name for name in ("staleness", "policy_lag", "props_parts", "overprovision") if getattr(config, name)
+            f"{name}={str(default).lower()}"
+            for name in ("shards", "staleness", "policy_lag", "props_parts", "overprovision", "overlap_update")
+            if getattr(config, name) != (default := getattr(plain, name))
         ]
-        if config.shards > 1:
-            raise ConfigError("Training on stored pairs collects no rollouts: set shards=1.")
         if playing:
-            raise ConfigError(f"Training on stored pairs collects no rollouts: set {' and '.join(playing)} to 0.")
+            raise ConfigError(f"Training on stored pairs collects no rollouts: set {' and '.join(playing)}.")
         self.rollouts = _paid_by_verdict(pairs.following(world.instructions).to(device))
         _require_scorable(self.rollouts, policy.spec)
         self.policy, self.instructions = policy, world.instructions
