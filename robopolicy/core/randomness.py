@@ -166,6 +166,13 @@ def integers(
     return numbers if device is None else numbers.to(device)
 
 
+def choice_at(logp: Tensor, numbers: Tensor) -> Tensor:
+    """Return one of V choices by inverting the cumulative distribution of logp [..., V] at numbers [...] in [0, 1)."""
+    cumulative = logp.exp().cumsum(-1)
+    # scaled by the last entry, which rounding leaves a little off 1
+    return (cumulative <= (numbers[..., None] * cumulative[..., -1:])).sum(-1).clamp_max(logp.shape[-1] - 1)
+
+
 def _drawn(function: Callable[[Sequence[int]], Tensor], shape: Sequence[int], axis: int) -> Tensor:
     draw = ROW_DRAWS.get()
     return function(shape) if draw is None else draw(function, shape, axis)

@@ -430,6 +430,16 @@ def least_return(success: str) -> float | None:
     return None if match is None else float(match[1])
 
 
+def elements_of(fields: Mapping[str, Field]) -> dict[str, tuple[str, int]]:
+    """Return name -> key and index of every named element of vector fields; of equal names the last one."""
+    return {
+        name: (key, index)
+        for key, field in fields.items()
+        if not field.is_image
+        for index, name in enumerate(field.names)
+    }
+
+
 def camera_key(key: str) -> str:
     """Return the standard key for a camera that external data calls `key`: observation.image ->
     observation.images.image.

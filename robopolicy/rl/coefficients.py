@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.randomness import uniform
 from robopolicy.core.segments import Segments
 from robopolicy.rl.context import Coefficients, Scored, require_input
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
@@ -122,7 +123,7 @@ def clip_cov(
     score = covariance
     if bounds is not None:
         draws, count = require_input(scored.generator, "generator"), max(1, count)
-        order = torch.rand(covariance.shape, generator=draws, device=draws.device).to(covariance.device)
+        order = uniform(covariance.shape, draws, covariance.device)
         is_candidate = (covariance > bounds[0]) & (covariance < bounds[1]) & mask & (c != 0)
         score = torch.where(is_candidate, order.to(score) + 1e-9, -torch.inf)
     top_mask = torch.zeros_like(mask).flatten().scatter(0, score.flatten().topk(count).indices, True)

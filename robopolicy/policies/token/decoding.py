@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError, SpecError
-from robopolicy.core.randomness import uniform
+from robopolicy.core.randomness import choice_at, uniform
 from robopolicy.core.segments import entropy_level
 from robopolicy.core.spec import check_finite
 from robopolicy.nn.language import LanguageModel, Reading
@@ -113,7 +113,7 @@ class CausalDecoding(nn.Module):
         for place in range(self.length):
             logp = language.log_probabilities(hidden[:, -1])
             check_finite("log-probabilities of action tokens", logp)
-            token = logp.argmax(-1) if deterministic else _draw(language.sampled(logp), draws[:, place])
+            token = logp.argmax(-1) if deterministic else choice_at(language.sampled(logp), draws[:, place])
             # Kept tokens are scored as drawn ones are; that they are no choices of this decision says the mask.
             if kept is not None:
                 token = torch.where(place < kept[1], kept[0][:, place], token)
@@ -181,7 +181,9 @@ class ParallelDecoding(nn.Module):
         log_probabilities = self.score(language, prompt, {})
         check_finite("log-probabilities of action tokens", log_probabilities)
         draws = uniform(log_probabilities.shape[:2], generator, log_probabilities.device)
-        tokens = log_probabilities.argmax(-1) if deterministic else _draw(language.sampled(log_probabilities), draws)
+        tokens = (
+            log_probabilities.argmax(-1) if deterministic else choice_at(language.sampled(log_probabilities), draws)
+        )
         if kept is not None:
             place = torch.arange(tokens.shape[1], device=tokens.device)
             tokens = torch.where(place < kept[1][:, None], kept[0], tokens)
@@ -256,7 +258,7 @@ class MaskedDecoding(nn.Module):
             proposal = (
                 log_probabilities.argmax(-1)
                 if deterministic
-                else _draw(language.sampled(log_probabilities), draws[:, step])
+                else choice_at(language.sampled(log_probabilities), draws[:, step])
             )
             drawn_logp = _of_tokens(log_probabilities, proposal)
             confidence = drawn_logp.masked_fill(committed_mask, -torch.inf)
@@ -361,13 +363,6 @@ def _read(language: ActionLanguage, prompt: Prompt) -> Reading:
     """Process the observation after the instruction."""
     language.model.extend(prompt.reading, prompt.observation)
     return prompt.reading
-
-
-def _draw(logp: Tensor, uniform: Tensor) -> Tensor:
-    """Sample one of V choices by inverting the cumulative distribution of logp [..., V] at uniform [...]."""
-    cumulative = logp.exp().cumsum(-1)
-    # scaled by the last entry, which rounding leaves a little off 1
-    return (cumulative <= (uniform[..., None] * cumulative[..., -1:])).sum(-1).clamp_max(logp.shape[-1] - 1)
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

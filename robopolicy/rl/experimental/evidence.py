@@ -16,6 +16,7 @@ from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.rollouts import Rollouts, tensor_of
 from robopolicy.core.segments import Segments
+from robopolicy.core.spec import elements_of
 from robopolicy.rl.context import Context, Tools, latents_for_other_policy
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -39,12 +40,7 @@ class Answers:
 
     def __init__(self, tools: Tools, *, goal: dict[str, str] | None = None):
         self.tools = tools
-        places = {
-            name: (key, index)
-            for key, field in tools.fields.items()
-            if not field.is_image
-            for index, name in enumerate(field.names)
-        }
+        places = elements_of(tools.fields)
         if not goal:
             raise ConfigError(
                 "models=[answers] needs the elements of the observation that are the goal, and those that are to reach "
@@ -70,7 +66,10 @@ class Answers:
 
     def _with_goals(self, rollouts: Rollouts, row: Tensor) -> TensorObservation:
         """Return the observations with each row's goal where episode `row` [B] ended; -1 leaves it as it is."""
-        new_observation = {key: tensor_of(rollouts.observation, key).clone() for key in rollouts.observation}
+        moved_keys = {
+            key for (place, _), offsets in zip(self.reached, self.offsets, strict=True) for key, _ in (place, *offsets)
+        }
+        new_observation = {key: tensor_of(rollouts.observation, key).clone() for key in moved_keys}
         last = (rollouts.alive.sum(1) - 1).clamp(min=0)
         source = row.clamp(min=0)
         for ((key, index), (from_key, from_index)), offsets in zip(self.reached, self.offsets, strict=True):
@@ -80,7 +79,7 @@ class Answers:
             new_observation[key][..., index] = goal
             for other_key, other in offsets:
                 new_observation[other_key][..., other] += goal - before
-        return {**new_observation}
+        return {**rollouts.observation, **new_observation}
 
     def _logp(self, observation: Mapping[str, Any], rollouts: Rollouts) -> Tensor:
         """Return log-probabilities [B, T, K] of the rollouts' steps with these observations."""

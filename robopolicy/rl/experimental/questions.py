@@ -15,8 +15,9 @@ from torch import Tensor
 from robopolicy.core.arrays import integers
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.policy import AnswersInTokens, TensorObservation
-from robopolicy.core.randomness import uniform
+from robopolicy.core.randomness import choice_at, uniform
 from robopolicy.core.rollouts import Rollouts, tensor_of
+from robopolicy.core.spec import elements_of
 from robopolicy.rl.context import AuxiliaryInputs, Context, Tools, score_extra
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -29,9 +30,7 @@ def draw_answers(
     with torch.no_grad():
         for place in range(draws.shape[1]):
             logp = policy.answer_log_probs(observation, latents, answers[:, : place + 1])[:, place]
-            cumulative = logp.exp().cumsum(-1)
-            below = cumulative <= draws[:, place, None] * cumulative[:, -1:]
-            answers[:, place] = below.sum(-1).clamp_max(logp.shape[-1] - 1)
+            answers[:, place] = choice_at(logp, draws[:, place])
     return answers
 
 
@@ -121,7 +120,7 @@ class Changes:
     """
 
     def __init__(self, tools: Tools, *, elements: tuple[str, ...] = (), levels: int = 9):
-        names = {name: (key, index) for key, field in tools.fields.items() for index, name in enumerate(field.names)}
+        names = elements_of(tools.fields)
         if not elements:
             raise ConfigError(
                 "models=[changes] needs the elements of the observation that the policy is to predict: set "
