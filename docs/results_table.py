@@ -330,6 +330,11 @@ def _others() -> Iterator[tuple[str, str, str]]:
             _order("push_cube", "latent_ensemble"),
         ),
         (
+            "Rank correlation of imagined and real success, ten policies for Push-T, in a model of pictures",
+            "ranking",
+            _order("push_t", "latent_ensemble"),
+        ),
+        (
             "DDIM with 10 of 100 steps on Push-T: speed-up of a policy call",
             "inference",
             _speed("hundred_steps", "DDIM 10"),
