@@ -6,6 +6,7 @@ import pytest
 import torch
 from made_rollouts import make_rollouts
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import Context
@@ -101,3 +102,9 @@ def test_rewards_before_a_split_are_scaled_by_its_score():
     assert (scaled[2:] == 1).all(), "branches and roots without any stay"
     plain = rollouts.with_extras(branching_score=torch.zeros(7, 4))
     assert procedure_scale(plain, CONTEXT) is plain
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_no_more_than_a_group_can_be_roots(share):
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        Procedures(share=share)

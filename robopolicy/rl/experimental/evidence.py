@@ -121,4 +121,5 @@ def evidence(
     fraction of the run (the authors: over 25 updates). Takes and returns A [B, T, K].
     """
     delta = rollouts.extras["right_logp"] - rollouts.extras["wrong_logp"]
-    return contrasted(advantage, delta, share * max(0.0, 1 - context.share / until), epsilon)
+    left = max(0.0, 1 - context.share / until) if until > 0 else 0.0
+    return contrasted(advantage, delta, share * left, epsilon)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.arrays import Array, integers
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision
 from robopolicy.core.returns import discounted_sums
 from robopolicy.core.rollouts import Rollouts
@@ -123,6 +124,8 @@ class Procedures(Uniform):
     by_teacher = False
 
     def __init__(self, *, share: float = 0.5):
+        if not 0 < share <= 1:
+            raise ConfigError(f"options.procedures.share={share:g} must be above 0 and at most 1.")
         self.share = share
         self.size = 0
 
