@@ -25,11 +25,11 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.history import initial_window, shift_window
 from robopolicy.core.randomness import numpy_generator, uniforms
 from robopolicy.core.schedules import best_schedules, draw_schedules, numbers_needed, sample_by_value
-from robopolicy.core.spec import IMAGE_PREFIX, Field, Observation, validate_actions
+from robopolicy.core.spec import IMAGE_PREFIX, Field, Observation
 from robopolicy.core.subgoals import START, plan_of
 from robopolicy.core.temporal import Specification
 from robopolicy.core.world import Rows, Step, World
-from robopolicy.core.wrapped_world import WrappedWorld, join_steps
+from robopolicy.core.wrapped_world import WrappedWorld, step_by_step
 
 FORMULA_OPTION, SCHEDULES_OPTION = "stl", "schedules"
 """Names of the options of a world."""
@@ -138,16 +138,14 @@ class ScheduledWorld(WrappedWorld):
             flags[index] = 0
         self.times[index] = self._scheduled(observation, index, seeds)
         first = {key: np.asarray(observation[key])[:, -1:] for key in self.world.spec.observation}
-        self._distance = np.where(np.isin(np.arange(self.batch_size), index)[:, None], self._far(first), self._distance)
+        self._distance[index] = self._far(first)[index]
         self._violated[index] = self._violations(first)[index] > 0
         self._window[index] = initial_window(self._frame()[index, None], self.spec.history)
         return self._seen(observation)
 
     def step(self, actions: Array) -> Step:
         """Execute a chunk [B, C, A]; raises as the world does."""
-        actions = np.asarray(actions, np.float64)
-        validate_actions(actions, self.spec.action, self.batch_size)
-        return join_steps([self._control(actions[:, place : place + 1]) for place in range(actions.shape[1])])
+        return step_by_step(self, actions, self._control)
 
     def _control(self, action: Array) -> Step:
         """Execute one control step [B, 1, A]."""

@@ -19,9 +19,9 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.history import initial_window, shift_window
 from robopolicy.core.randomness import numpy_generator
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, validate_actions
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation
 from robopolicy.core.world import Rows, Snapshots, Step, World
-from robopolicy.core.wrapped_world import WrappedSnapshots, WrappedWorld, join_steps
+from robopolicy.core.wrapped_world import WrappedSnapshots, WrappedWorld, step_by_step
 
 EPISODES_OPTION = "trial_episodes"
 """Name of the option of a world."""
@@ -97,9 +97,7 @@ class TrialWorld(WrappedWorld):
 
     def step(self, actions: Array) -> Step:
         """Execute a chunk [B, C, A]; raises as the world does."""
-        actions = np.asarray(actions, np.float64)
-        validate_actions(actions, self.spec.action, self.batch_size)
-        return join_steps([self._control(actions[:, place : place + 1]) for place in range(actions.shape[1])])
+        return step_by_step(self, actions, self._control)
 
     def _control(self, action: Array) -> Step:
         """Execute one control step [B, 1, A], or begin an episode."""

@@ -1,7 +1,7 @@
 """A world around another one: a subclass changes what it must and passes on the rest. Axes: B row, R selected rows."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, cast
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError, SpecError
-from robopolicy.core.spec import Observation, WorldSpec
+from robopolicy.core.spec import Observation, WorldSpec, validate_actions
 from robopolicy.core.stages import Stage
 from robopolicy.core.world import Renders, Rows, Snapshot, Snapshots, Step, World, can_render
 
@@ -97,6 +97,15 @@ class WrappedSnapshots(WrappedWorld, ABC):
         for name, array in saved_arrays.items():
             own_arrays[name][index] = array
         return self.restored(observation, index)
+
+
+def step_by_step(world: World, actions: Array, control: Callable[[Array], Step]) -> Step:
+    """Execute a chunk [B, C, A] of `world` in control steps; control: [B, 1, A] -> its step. Raises SpecError if the
+    chunk does not fit.
+    """
+    actions = np.asarray(actions, np.float64)
+    validate_actions(actions, world.spec.action, world.batch_size)
+    return join_steps([control(actions[:, place : place + 1]) for place in range(actions.shape[1])])
 
 
 def join_steps(steps: Sequence[Step]) -> Step:
