@@ -33,6 +33,10 @@ CONDITION = "condition"
 """Name of latents ("condition" or "condition.<what>") that cache a frozen encoder's features of the observation for
 `log_prob`.
 """
+RECENT = "recent"
+"""Name of latents [N] int64 of a policy with memory: the number of newest frames of its window that `log_prob` has
+gradients for. The decision itself stores all; partial updates store those of the newest part.
+"""
 
 _NO_STEPS = torch.zeros(1, 0)
 _NOTHING_SAMPLED = _NO_STEPS.bool()

@@ -3,8 +3,9 @@
 Its memory is its history: a window of the last H frames, which the world, the recorded episodes and the policy server
 keep per episode, and begin anew with it. In a world with trials (`core.trials`) one window spans the episodes of a
 trial, and `observation.trial` tells it what it did and earned. Every element of an action is one categorical choice
-between bins, so log-probabilities are exact. After ReLIC, arXiv:2410.02751; here the window is read anew at every
-decision instead of from cached keys and values, so that nothing in it is out of date and decisions can be shuffled.
+between bins, so log-probabilities are exact. After ReLIC, arXiv:2410.02751: acting reads cached keys and values while
+the window has room for its episode or trial, and is as slow as reading all of it anew once it has not. For learning
+every decision reads its own window, so decisions can be shuffled.
 Axes: N row, H frame, C chunk step, A action dimension, K = C * A choices, V bins.
 """
 
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError, SpecError
-from robopolicy.core.policy import Decision, Scores, TensorObservation
+from robopolicy.core.policy import RECENT, Decision, Scores, TensorObservation
 from robopolicy.core.randomness import uniform
 from robopolicy.core.spec import IMAGE_PREFIX, Field, check_finite, validate_observation
+from robopolicy.core.world import Rows
 from robopolicy.nn.encoders import FieldReader
-from robopolicy.nn.memory import Memory
+from robopolicy.nn.memory import Memory, MemoryCache
 from robopolicy.nn.normalizer import ACTION, Normalizer
 from robopolicy.nn.tokens import BinTokenizer
 from robopolicy.policies.categorical import CategoricalPolicy
@@ -72,6 +74,7 @@ class MemoryPolicy(CategoricalPolicy[MemoryPolicyConfig, BinTokenizer]):
             with torch.no_grad():
                 self.head.weight.mul_(0.1)
                 self.head.bias.zero_()
+        self.cache = MemoryCache()
         self.finetuning: dict[str, Any] | None = None
         register_range(self, action)
         if values is not None:
@@ -82,8 +85,13 @@ class MemoryPolicy(CategoricalPolicy[MemoryPolicyConfig, BinTokenizer]):
         """Whether actions depend on the instruction."""
         return len(self.instructions) > 1
 
-    def _log_probabilities(self, observation: TensorObservation) -> Tensor:
-        """Return the log-probabilities of all choices, [N, K, V]."""
+    def reset(self, rows: Rows = None) -> None:
+        """Forget all cached keys and values; those of `rows` [R] alone are left when other frames come."""
+        if rows is None:
+            self.cache.clear()
+
+    def _frames(self, observation: TensorObservation) -> Tensor:
+        """Return the windows that the transformer reads, [N, H, inputs]."""
         validate_observation(observation, self.fields, history=self.config.history)
         rows = len(observation[next(iter(self.fields))])
         frames: list[Tensor] = []
@@ -97,37 +105,46 @@ class MemoryPolicy(CategoricalPolicy[MemoryPolicyConfig, BinTokenizer]):
         index = torch.tensor([self.instructions.index(text) for text in texts], device=frames[0].device)
         task = functional.one_hot(index, len(self.instructions)).float()
         frames.append(task[:, None].expand(-1, self.config.history, -1))
-        summary = self.memory(torch.cat(frames, -1))
-        return self.head(summary).reshape(rows, self.action_tokens.length, -1).float().log_softmax(-1)
+        return torch.cat(frames, -1)
+
+    def _log_probabilities(self, summary: Tensor) -> Tensor:
+        """Return the log-probabilities of all choices, [N, K, V], for what is read of the windows, [N, W]."""
+        return self.head(summary).reshape(len(summary), self.action_tokens.length, -1).float().log_softmax(-1)
 
     @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Return a `Decision` with latents "tokens" [B, K] int64; deterministic: the most likely bins, mask False.
+        """Return a `Decision` with latents "tokens" [B, K] and `RECENT` [B] int64; deterministic: the most likely bins,
+        mask False.
 
         Raises SpecError or NonFiniteError on an invalid observation.
         """
-        scores = self._log_probabilities(observation)
+        scores = self._log_probabilities(self.cache.read(self.memory, self._frames(observation)))
         check_finite("log-probabilities of actions", scores)
         draws = uniform(scores.shape[:2], generator, scores.device)
         samples = (scores.exp().cumsum(-1) < draws[..., None]).sum(-1).clamp_max(self.config.bins - 1)
         tokens = scores.argmax(-1) if deterministic else samples
         logp = scores.gather(-1, tokens[..., None]).squeeze(-1)
         mask = torch.zeros_like(logp, dtype=torch.bool) if deterministic else torch.ones_like(logp, dtype=torch.bool)
-        return self.decided({"tokens": tokens}, logp, mask)
+        return self.decided(self._latents(tokens), logp, mask)
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """Compute log-probabilities and entropies [N, K] of tokens [N, K] from `act`; see `core.policy.ScoredPolicy`.
 
-        extras: log_probabilities [N, K, V]. Raises SpecError if tokens or observation have wrong shapes.
+        Gradients reach the newest `RECENT` [N] frames of each window. extras: log_probabilities [N, K, V]. Raises
+        SpecError if tokens or observation have wrong shapes.
         """
         self.require_tokens(latents["tokens"])
-        return self.scored(self._log_probabilities(observation), latents)
+        summary = self.memory(self._frames(observation), latents.get(RECENT))
+        return self.scored(self._log_probabilities(summary), latents)
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the latents of chunks [N, C, A] in world units; see `core.policy.RecoversLatents`."""
-        return {"tokens": self.action_tokens.encode(self.action_normalizer(actions.float()))}
+        return self._latents(self.action_tokens.encode(self.action_normalizer(actions.float())))
+
+    def _latents(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"tokens": tokens, RECENT: torch.full_like(tokens[:, 0], self.config.history)}
 
     def describe_steps(self) -> dict[str, Any]:
         """Implement `core.steps.DescribesSteps.describe_steps`."""
@@ -142,7 +159,8 @@ class MemoryPolicy(CategoricalPolicy[MemoryPolicyConfig, BinTokenizer]):
         """Return {"tokens": [N]}, the mean cross entropy of demonstrated bins; see `core.policy.Trainable`."""
         actions, valid = check_chunks(batch, self.config.chunk, self.action.size)
         tokens = self.action_tokens.encode(self.action_normalizer(actions.float()))
-        logp = self._log_probabilities(batch["observation"]).gather(-1, tokens[..., None]).squeeze(-1)
+        scores = self._log_probabilities(self.memory(self._frames(batch["observation"])))
+        logp = scores.gather(-1, tokens[..., None]).squeeze(-1)
         weights = valid.repeat_interleave(self.action_tokens.steps_per_action, dim=1).float()
         return {"tokens": -(logp * weights).sum(-1) / weights.sum(-1).clamp_min(1.0)}
 

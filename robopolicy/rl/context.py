@@ -24,6 +24,10 @@ def _nothing_kept(rollouts: Rollouts) -> Mapping[str, Tensor]:
     return {}
 
 
+def _unchanged(rollouts: Rollouts) -> Rollouts:
+    return rollouts
+
+
 @dataclass(frozen=True)
 class Context:
     """Context of an iteration.
@@ -33,7 +37,8 @@ class Context:
     memory: state of mechanisms between iterations, by name (JSON values, part of checkpoints); figures: of this
     iteration, which mechanisms add and metrics.jsonl shows; instructions: of the world; stages: of its task, empty if
     it defines none; conditions: rollouts -> outputs [B, T, ...] of the policy's frozen encoder for their observations,
-    {} if the policy stores none.
+    {} if the policy stores none; judged_anew: rollouts with next observations -> the same with values and advantages
+    of the current weights.
     """
 
     generator: torch.Generator
@@ -48,6 +53,7 @@ class Context:
     instructions: tuple[str, ...] = ("",)
     stages: tuple[Stage, ...] = ()
     conditions: Callable[[Rollouts], Mapping[str, Tensor]] = _nothing_kept
+    judged_anew: Callable[[Rollouts], Rollouts] = _unchanged
 
     @property
     def share(self) -> float:

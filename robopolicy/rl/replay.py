@@ -44,6 +44,16 @@ class Reincarnates(Protocol):
         ...
 
 
+@runtime_checkable
+class JudgesAnew(Protocol):
+    """A replay that computes values of earlier rows anew, so that `mix` takes rollouts with next observations.
+
+    judges_anew: True.
+    """
+
+    judges_anew: bool
+
+
 class Buffer:
     """Rollouts of earlier iterations, each with its iteration number."""
 
@@ -64,7 +74,7 @@ class Buffer:
         self.kept = list(zip(tree["iterations"], parts, strict=True))
 
 
-def _older(rollouts: Rollouts) -> Rollouts:
+def without_lineage(rollouts: Rollouts) -> Rollouts:
     """Remove the lineage of older rows (their prefixes stay masked)."""
     no_parent = torch.full_like(rollouts.parent, -1)
     return replace(rollouts, parent=no_parent, branch_decision=no_parent, logp_proximal=None)
@@ -75,7 +85,7 @@ def append_rollouts(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
     none.
     """
     parts = [replace(rollouts, logp_proximal=None).without(following=True)]  # advantages are made: nothing looks ahead
-    parts += [_older(part.without(following=True)) for part in older if len(part.group)]
+    parts += [without_lineage(part.without(following=True)) for part in older if len(part.group)]
     return concatenate(parts) if len(parts) > 1 else rollouts
 
 

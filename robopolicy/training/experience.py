@@ -76,9 +76,10 @@ def with_values(
     gae_lambda: float,
     *,
     finished: bool = False,
+    again: bool = False,
 ) -> Rollouts:
     """Add `value`, `value_target` and `advantage_gae` [B, T]; `return_scale` is first updated with the rewards that it
-    normalises.
+    normalises, unless they have been in it before (again).
 
     finished: targets are returns of episodes that end here, and `target_known` [B, T] marks them. critic: observation
     [N, H, ...] -> values [N]. V of a chunk's successor is V of the next column where the episode continues. Otherwise
@@ -88,7 +89,8 @@ def with_values(
     rewards = torch.stack(list(rollouts.rewards.values())).sum(0)
     per_chunk = chunk_rewards(rewards, rollouts.valid, discount)
     # Before dividing, with rewards as they came: the scale must not depend on itself.
-    return_scale.update(per_chunk, rollouts.ended, discount ** rollouts.duration.float())
+    if not again:
+        return_scale.update(per_chunk, rollouts.ended, discount ** rollouts.duration.float())
     rewards = rewards / return_scale.scale.to(rewards.dtype)
     values = critic_values(critic, rollouts, torch.ones_like(rollouts.alive)).reshape(rollouts.shape)
     # Where an episode goes on, V of the next column is at hand; after a real end V is 0. Only these are left.

@@ -44,7 +44,7 @@ from robopolicy.rl.context import ActionValues, Context, ScoresChunks, SideModel
 from robopolicy.rl.critic import Critic, ReturnScale
 from robopolicy.rl.preferences import StoresPairs
 from robopolicy.rl.registry import Need
-from robopolicy.rl.replay import Reincarnates
+from robopolicy.rl.replay import JudgesAnew, Reincarnates
 from robopolicy.training.collection import ShardWorkers, make_collector, shared_by_replicas, teacher_takes_over
 from robopolicy.training.collection.protocol import Reports
 from robopolicy.training.collection.shards import ShardedEpisodes
@@ -424,14 +424,20 @@ class _Finetuning:
             rollouts = model.annotate(rollouts, self._context)
         for shape_rewards in self.algorithm.rewards:
             rollouts = shape_rewards(rollouts, self._context)
+        # Normalised once: statistics that moved would change the values of all older targets.
+        if self.critic is not None and self.iteration == 0:
+            self.critic.fit(rollouts.observation)
+            schedule_by(self.world, self.critic, best=False)
+        return self._judged(rollouts)
+
+    def _judged(self, rollouts: Rollouts, *, again: bool = False) -> tuple[Rollouts, Rollouts]:
+        """Return rollouts with values, and those kept with one advantage per step; again: not for the first time."""
         if self.critic is not None:
-            # Normalised once: statistics that moved would change the values of all older targets.
-            if self.iteration == 0:
-                self.critic.fit(rollouts.observation)
-                schedule_by(self.world, self.critic, best=False)
             discount, gae_lambda = self.config.discount, self.config.gae_lambda
             finished = Need.FINISHED in self.algorithm.needs
-            rollouts = with_values(rollouts, self.critic, self.return_scale, discount, gae_lambda, finished=finished)
+            rollouts = with_values(
+                rollouts, self.critic, self.return_scale, discount, gae_lambda, finished=finished, again=again
+            )
             require_finite("the return", rollouts.extras["value_target"], self._where)
         prepared_rollouts = self.algorithm.prepare(rollouts, self._context)
         require_finite("the advantage", prepared_rollouts.extras["advantage"], self._where)
@@ -444,11 +450,11 @@ class _Finetuning:
         # Before replayed or expert rows join, which say nothing about the starts that were proposed.
         if rollouts.whole:
             self.collector.observe(rollouts.fresh.unaided, prepared_rollouts.fresh.unaided)
-        prepared_rollouts = prepared_rollouts.without(
-            following=True
-        )  # targets and advantages are made: nothing looks ahead any more
+        # Targets and advantages are made: nothing looks ahead any more, but for a replay that makes them anew.
+        if not isinstance(self.replay, JudgesAnew):
+            prepared_rollouts = prepared_rollouts.without(following=True)
         if self.replay is not None:
-            prepared_rollouts = self.replay.mix(prepared_rollouts, self._context)
+            prepared_rollouts = self.replay.mix(prepared_rollouts, self._context).without(following=True)
             if isinstance(self.replay, Reincarnates) and self.replay.reincarnates(self._context):
                 self.learner.rebase()
         if self.expert_rows is not None:
@@ -514,6 +520,7 @@ class _Finetuning:
             self.world.spec.instructions,
             self.world.stages if isinstance(self.world, HasStages) else (),
             partial(conditions_of, policy=self.policy, instructions=self.world.spec.instructions),
+            lambda rollouts: self._judged(rollouts, again=True)[1],
         )
 
     def _due(self, every: int, last: bool) -> bool:

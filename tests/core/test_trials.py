@@ -2,11 +2,16 @@
 
 import numpy as np
 import pytest
-from learning.doors_world import DOORS, DoorsWorld
+import torch
+from learning.doors_world import ACTION, DOORS, DoorsWorld
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import to_tensors
 from robopolicy.core.spec import STATE
 from robopolicy.core.trials import TRIAL, with_trials_of
+from robopolicy.nn.configuration import NormalizationMode
+from robopolicy.policies.configuration import MemoryPolicyConfig
+from robopolicy.policies.memory import MemoryPolicy
 from robopolicy.testing.world import check_world
 from sims.registry import make_world
 
@@ -55,6 +60,42 @@ def test_success_is_that_of_the_last_episode():
     for _ in range(3):
         step = world.step(opened((right + 1) % DOORS))
     assert step.terminated[0] and not step.success[0]
+
+
+@pytest.mark.checks("ReLIC")
+def test_cached_keys_and_values_last_for_a_trial_and_survive_its_snapshots():
+    """Every decision's log-probabilities are those of the whole window; only new frames are computed for it."""
+    world, raw = doors(rows=3), NormalizationMode.IDENTITY
+    config = MemoryPolicyConfig(history=8, bins=DOORS, width=16, state_normalization=raw, action_normalization=raw)
+    policy, computed = MemoryPolicy(config, world.spec.observation, ACTION, fps=10.0), list[int]()
+    torch.nn.init.normal_(policy.head.weight)
+    generator = torch.Generator().manual_seed(0)
+    policy.memory.embed.register_forward_hook(lambda module, inputs, output: computed.append(inputs[0].shape[1]))
+
+    def check(seen, expected):
+        computed.clear()
+        decision = policy.act(to_tensors(seen), generator)
+        assert computed == [expected]
+        logp = policy.log_prob(to_tensors(seen), decision.latents).logp
+        torch.testing.assert_close(decision.logp, logp, atol=1e-5, rtol=0)
+        assert policy.cache.count is not None
+        return policy.cache.count.tolist()
+
+    seen = world.reset(seeds=[3, 3, 3])
+    right = int(world.world.right[0])
+    wrong = (right + 1) % DOORS
+    assert check(seen, 1) == [1, 1, 1]
+    for number in range(2, 5):  # row 0 is right and goes on in its second episode, the others end their first
+        seen = world.step(opened(right if number == 2 else wrong, wrong, wrong)).observation
+        assert check(seen, 1) == [number] * 3
+    saved = world.snapshot()
+    seen = world.step(opened(wrong, wrong, wrong)).observation  # rows 1 and 2 begin their second episode
+    assert seen[TRIAL][:, -1, 2].tolist() == [0, 1, 1]
+    assert check(seen, 1) == [5, 5, 5]
+    seen = world.reset([1], seeds=[4])  # another trial in row 1
+    assert check(seen, 1) == [5, 1, 5]
+    check(world.restore(saved), 3)  # row 1 is read again but for its first frame, which is that of any trial
+    assert check(world.step(opened(right, right, wrong)).observation, 1) == [5, 5, 5]
 
 
 def test_worlds_in_trials_keep_every_promise():

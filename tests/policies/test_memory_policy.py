@@ -29,7 +29,8 @@ def test_choices_have_the_probabilities_that_it_says():
     torch.nn.init.normal_(policy.head.weight)
     observation = {STATE: torch.randn(1, 5, 2).expand(4000, -1, -1)}
     decision = policy.act(observation, torch.Generator().manual_seed(0))
-    tokens, (chances,) = decision.latents["tokens"], policy._log_probabilities({STATE: observation[STATE][:1]}).exp()
+    scores = policy.log_prob({STATE: observation[STATE][:1]}, {"tokens": decision.latents["tokens"][:1]})
+    tokens, (chances,) = decision.latents["tokens"], scores.extras["log_probabilities"].exp()
     counts = torch.nn.functional.one_hot(tokens, 3).float().mean(0)
     torch.testing.assert_close(counts, chances.detach(), atol=0.03, rtol=0)
     torch.testing.assert_close(decision.actions[:, 0], tokens.float() - 1)  # bins of an untouched normaliser: -1, 0, 1

@@ -7,6 +7,7 @@ import torch
 from made_rollouts import make_rollouts
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import RECENT
 from robopolicy.rl.advantages.group import grpo
 from robopolicy.rl.context import Context
 from robopolicy.rl.experimental.replay import PartialUpdates, ReMix, SuccessPool
@@ -122,3 +123,17 @@ def test_parts_are_learned_from_as_they_come_and_then_all_together():
         assert each.mix(parts[3], iteration(3)) is parts[3]
     alone = PartialUpdates(parts=1)
     assert all(alone.mix(part, iteration(number)) is part for number, part in enumerate(parts))
+
+
+@pytest.mark.checks("replay/partial_updates", "ReLIC")
+def test_a_part_has_gradients_for_its_own_frames_and_a_whole_rollout_for_all():
+    """Decisions of two control steps, of which the second decision of row 1 executed one."""
+    replay, part = PartialUpdates(parts=2), batch([1.0, 0.0])
+    part = replace(part, whole=False, latents={**part.latents, RECENT: torch.full((2, 2), 5)})
+    part.valid[1, 0, 1] = False
+    assert replay.mix(part, iteration(0)).latents[RECENT].tolist() == [[1, 3], [1, 2]]
+    assert replay.mix(part, iteration(1)).latents[RECENT].eq(5).all()
+    episodes = replace(part, whole=True)
+    assert replay.mix(episodes, iteration(2)) is episodes
+    short = replace(part, latents={RECENT: torch.full((2, 2), 2)})
+    assert PartialUpdates(parts=2).mix(short, iteration(0)).latents[RECENT].tolist() == [[1, 2], [1, 2]]

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from robopolicy.core.arrays import integers
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import RECENT
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.segments import Segments, distinct
 from robopolicy.rl.context import Context, Tools
 from robopolicy.rl.registry import Need, Slot, mechanism
-from robopolicy.rl.replay import Buffer, append_rollouts, with_advantage
+from robopolicy.rl.replay import Buffer, append_rollouts, with_advantage, without_lineage
 
 
 @mechanism(Slot.REPLAY, "remix", source="ReMix, arXiv:2507.06892", needs=())
@@ -59,9 +60,13 @@ class PartialUpdates(Buffer):
     """Learn from a long rollout in parts while it is played: `parts` - 1 updates on the newest part, then one on all.
 
     An iteration is a part: set finetune.rollout_length to a part's length. Episodes and trials go on from one part to
-    the next, and so does a policy's memory. In the paper the values of earlier parts are computed anew for the full
-    update; here their advantages stay those of when they were played, at most `parts` - 1 updates ago.
+    the next, and so does a policy's memory, but the gradients of an update on one part reach no frame before it. For
+    the update on all parts the values of earlier ones, and so their advantages, are computed anew with the current
+    weights; the advantages of each end with its part, where the value of what follows is taken, and gradients reach
+    the whole memory.
     """
+
+    judges_anew = True
 
     def __init__(self, *, parts: int = 4):
         super().__init__()
@@ -71,9 +76,26 @@ class PartialUpdates(Buffer):
         """Return the newest part or, at the end of a rollout, all of its parts."""
         if len(self.kept) + 1 < self.parts:
             self.kept = [*self.kept, (context.iteration, rollouts)]
-            return rollouts
+            return self._alone(rollouts)
         earlier, self.kept = [part for _, part in self.kept], []
-        return append_rollouts(rollouts, earlier)
+        if not earlier:
+            return rollouts
+        parts = [replace(rollouts, logp_proximal=None), *(without_lineage(part) for part in earlier)]
+        return context.judged_anew(concatenate(parts))
+
+    def _alone(self, rollouts: Rollouts) -> Rollouts:
+        """Limit the gradients of a stream's decisions to the frames of its part; whole episodes have no others."""
+        if rollouts.whole or RECENT not in rollouts.latents:
+            return rollouts
+        before = rollouts.duration.cumsum(1) - rollouts.duration
+        recent = rollouts.latents[RECENT].minimum(before + 1)
+        return replace(rollouts, latents={**rollouts.latents, RECENT: recent})
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Restore all tensors."""
+        rollouts = tree["rollouts"]
+        parts = [Rollouts.of(rollouts[str(place)]) for place in range(len(rollouts))]
+        self.kept = list(zip(tree["iterations"], parts, strict=True))
 
 
 @mechanism(
