@@ -18,17 +18,20 @@ pytestmark = pytest.mark.slow
 HISTORY = 8
 PPO = FinetuneConfig(
     algorithm="ppo",
-    iterations=120,
+    iterations=200,
     rollout_length=14,
     epochs=4,
     minibatch=512,
-    learning_rate=5e-3,
+    learning_rate=2e-3,
     critic_learning_rate=3e-3,
     critic_warmup=1,
     actor_warmup=1,
     discount=0.99,
     target_kl=None,
     evaluate_every=0,
+    # Without it, or with twice the rate, one in two or three policies stays with doors that it tries in a fixed order.
+    auxiliaries=("entropy",),
+    options={"entropy": {"weight": 0.02}},
 )
 
 
@@ -68,7 +71,6 @@ def test_what_was_found_is_remembered_in_the_next_episode():
 
 @pytest.mark.checks("replay/partial_updates")
 def test_memory_is_learned_from_parts_of_a_rollout_as_well():
-    """Measured with seed 0: 100 % in the second episode, 47.5 % in the first, whose search it learns less well."""
-    parts = {"replay": "partial_updates", "options": {"partial_updates": {"parts": 2}}}
-    _, second = learned(HISTORY, rollout_length=7, iterations=200, **parts)
+    parts = {"replay": "partial_updates", "options": {**PPO.options, "partial_updates": {"parts": 2}}}
+    _, second = learned(HISTORY, rollout_length=7, iterations=300, **parts)
     assert second > 0.9
