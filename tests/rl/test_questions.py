@@ -17,6 +17,7 @@ from robopolicy.rl.experimental.questions import (
     bins_of,
     draw_answers,
     predict_changes,
+    question_loss,
     self_verification,
     verdict_reward,
 )
@@ -94,6 +95,25 @@ def test_the_loss_is_that_of_a_group_of_answers_to_each_question():
     assert inputs.context.figures["verdict_accuracy"] == pytest.approx(float((reward == 1).double().mean()))
     nothing = inputs_of(policy, {"outcome": torch.full((8,), -1)}, feature)
     assert float(self_verification(replace(nothing, scores=replace(nothing.scores)))) == 0.0
+
+
+@pytest.mark.checks("auxiliaries/self_verification", "auxiliaries/predict_changes", "RISE", "CodeRL+")
+def test_a_token_of_an_answer_weighs_as_much_as_one_of_a_chunk():
+    """Mean over all tokens: answers of 2 tokens about chunks of 5 have 2 / 5 of the loss of a mean over answers."""
+    policy, feature = Says(places=2), torch.zeros(3, dtype=torch.float64)
+    inputs = replace(inputs_of(policy, {}, feature), mask=torch.arange(6).expand(3, -1) < 5)
+    asked, options = torch.ones(3, dtype=torch.bool), {"length": 2, "share": 1.0, "answers": 4}
+    loss = question_loss(inputs, asked, lambda tokens, chunks: (tokens[..., 1] == 0).double(), **options)
+    draws = torch.Generator().manual_seed(0)
+    numbers = (torch.rand(3, generator=draws), torch.rand((3, 4, 2), generator=draws))[1].reshape(12, 2)
+    first = (torch.full((3,), 1 / 3).cumsum(-1) <= numbers[:, :1]).sum(-1)
+    second_logp = torch.stack([torch.tensor([0.0, 0.0, float(token)]).log_softmax(-1) for token in first])
+    second = (second_logp.exp().cumsum(-1) <= numbers[:, 1:]).sum(-1)
+    reward = (second == 0).double().reshape(3, 4)
+    assert reward.std() > 0
+    advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, unbiased=False, keepdim=True) + 1e-6)
+    logp = (second_logp[torch.arange(12), second] + torch.tensor(1 / 3).log()).double().reshape(3, 4) / 2
+    assert float(loss.detach()) == pytest.approx(-2 / 5 * float((advantage * logp).mean()), rel=1e-5)
 
 
 @pytest.mark.checks("models/changes", "CodeRL+")

@@ -43,10 +43,13 @@ def question_loss(
     share: float,
     answers: int,
 ) -> Tensor:
-    """Return -mean(A mean log p) over `answers` answers [m, G, L] to each of the m chunks that are asked, a scalar.
+    """Return -L / K mean(A mean log p) over answers [m, G, L] to each of the m chunks that are asked, a scalar.
 
     askable: [n] bool; at most share * n of them are asked, drawn at random. reward_of: (answers, chunks that are asked
-    [m]) -> rewards [m, G]. A: standardised over the answers to a question, as in GRPO.
+    [m]) -> rewards [m, G], with G = `answers`. A: standardised over the answers to a question, as in GRPO. K: mean
+    number of tokens of a chunk. Both papers take the mean over all tokens of a batch, so a token of an answer weighs as
+    much as one of a chunk, and their answers are about as long as what they judge. In a mean over answers alone, those
+    of a single token would push as hard as whole chunks, and the policy unlearns to act.
     """
     policy = cast(AnswersInTokens, inputs.policy)  # which Need.FURTHER_TOKENS asks for
     draws, count = inputs.context.generator, len(askable)
@@ -65,7 +68,8 @@ def question_loss(
     logp = policy.answer_log_probs(observation, latents, tokens).gather(-1, tokens[..., None]).squeeze(-1).mean(-1)
     reward = reward_of(tokens.reshape(len(chunks), answers, length), chunks)
     advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, unbiased=False, keepdim=True) + 1e-6)
-    return -(advantage * logp.reshape(advantage.shape)).mean()
+    chunk_tokens = inputs.mask.sum() / count
+    return -length / chunk_tokens.clamp(min=1) * (advantage * logp.reshape(advantage.shape)).mean()
 
 
 def verdict_reward(verdict: Tensor, success: Tensor, vocabulary: int) -> Tensor:
