@@ -14,7 +14,6 @@ from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.runs import open_fresh_run, open_run
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.training.configuration import FinetuneConfig, OnlineConfig, PretrainConfig
-from robopolicy.training.stopping import StoppingSettings
 from worldmodels.configuration import VideoConfig
 
 PAIRS = {
@@ -38,7 +37,7 @@ PAIRS = {
 }
 """Settings under a former name, and the same under the current one."""
 
-CONSTRUCTED = (FinetuneConfig, PretrainConfig, OnlineConfig, IqlConfig, VideoConfig, ServerConfig, StoppingSettings)
+CONSTRUCTED = (FinetuneConfig, PretrainConfig, OnlineConfig, IqlConfig, VideoConfig, ServerConfig)
 """Settings that callers of the Python interface construct."""
 
 

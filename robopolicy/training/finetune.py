@@ -249,7 +249,6 @@ class _Finetuning:
         self.best_believed = False
         self.best_weights: dict[str, Tensor] | None = None
         self.late = self._late_evaluation(workers)
-        self._hold()
         self._resume(run)
 
     @property
@@ -574,13 +573,7 @@ class _Finetuning:
             self.best, self.best_believed = {"iteration": iteration, **figures}, True
             self.best_weights = {name: value.clone() for name, value in trainable_state(policy).items()}
             self._write("checkpoint", None if policy is self.policy else policy)
-        self._hold()
         return figures
-
-    def _hold(self) -> None:
-        """Set the weight of the BC loss toward the base policy from the stopping rule."""
-        if "bc" in self.algorithm.auxiliaries:
-            self.learner.knobs["bc_scale"] = self.course.bc_weight
 
     def _log(self, row: dict[str, float]) -> None:
         if self.run_folder is not None:

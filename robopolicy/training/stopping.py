@@ -1,17 +1,16 @@
-"""Stopping rule of fine-tuning: whether a run continues, its BC weight toward the base policy, and why it ended.
+"""Stopping rule of fine-tuning: whether a run continues, and why it ended.
 
 When success is measured both in imagination and in the real environment, the real one decides: the run continues while
-it rises. When real and imagined success diverge, the BC weight rises, because the model is most accurate near the base
-policy. Divergence ends the run only when real success stops improving.
+it rises, however much more is imagined. On push_cube from images a gap of 25 points at 53 % real success was followed
+by 94 %; pulling the policy back to its base at that gap, as a former version did, ended at 46 %.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any
 
 from robopolicy.core.former_names import FormerName, accept_former_arguments, keep_former_names
-from robopolicy.core.structured import FormerNames
 
 
 class EndReason(StrEnum):
@@ -31,21 +30,15 @@ class EndReason(StrEnum):
 
 
 @dataclass(frozen=True)
-class StoppingSettings(FormerNames):
+class StoppingSettings:
     """Stopping settings of a run.
 
     watched: whether success is also measured in the real environment, and only that counts; patience: number of
     consecutive evaluations without gain that ends the run, 0 to disable. A watched run gains when its real success
-    exceeds the best or the previous evaluation beyond chance; any other run gains on a new best score. bc_weight:
-    initial factor of the `bc` loss toward the base policy, 0 to disable it; bc_growth: factor by which it grows at
-    every diverged evaluation whose gap has not narrowed, 1 to keep it constant.
+    exceeds the best or the previous evaluation beyond chance; any other run gains on a new best score.
     """
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"leash": "bc_weight", "tighten": "bc_growth"}
-
     patience: int = 0
-    bc_weight: float = 1.0
-    bc_growth: float = 1.0
     watched: bool = True
 
 
@@ -55,18 +48,15 @@ class StoppingRule:
     The first evaluation above a target is optimistically biased. If its metrics contain `confirmed_success`, measured
     on held-out episodes that selected nothing, both must reach the target.
 
-    `bc_weight` is the current factor of the `bc` loss; `ended` is the reason why the run ended, None while it
-    continues.
+    `ended` is the reason why the run ended, None while it continues.
     """
 
     @accept_former_arguments({"oversight": "stopping"})
     def __init__(self, stopping: StoppingSettings, target: float | None = None):
         self.stopping = stopping
         self.target = target
-        self.bc_weight = stopping.bc_weight
         self.best: float | None = None
         self.last: float | None = None
-        self.gap = 0.0
         self.stale = 0
         self.ended: EndReason | None = None
 
@@ -90,22 +80,14 @@ class StoppingRule:
             return
         # By the lower bound of what was measured: a better mean alone may be luck.
         rising = self.best is None or low > self.best
-        fallen = self.best is not None and figures["deterministic_real_high"] < self.best
         # What fell at first and climbs again is not over, though it has not come back to where it began.
         climbing = self.last is not None and low > self.last
         self.last = figures["deterministic_real_success"]
         self.stale = 0 if rising or climbing else self.stale + 1
-        impatient = 0 < self.stopping.patience <= self.stale
-        gap, before = figures.get("deterministic_gap", 0.0), self.gap
-        self.gap = gap
         if rising:
             self.best = low
-        if not figures.get("deterministic_parted"):
-            self.ended = EndReason.PATIENCE if impatient else None
-        elif fallen or impatient:
-            self.ended = EndReason.DIVERGED
-        elif gap >= before:
-            self._tighten()
+        if 0 < self.stopping.patience <= self.stale:
+            self.ended = EndReason.DIVERGED if figures.get("deterministic_parted") else EndReason.PATIENCE
 
     def _wait(self, found: float) -> None:
         """Record the score of a run that is not evaluated in the real environment."""
@@ -122,22 +104,16 @@ class StoppingRule:
         achieved = figures.get("deterministic_achieved", figures["deterministic_success"])
         return self.target is not None and min(achieved, figures.get("confirmed_success", 1.0)) >= self.target
 
-    def _tighten(self) -> None:
-        if self.stopping.bc_growth > 1:
-            self.bc_weight = self.bc_weight * self.stopping.bc_growth if self.bc_weight else 1.0
-
     def tree(self) -> dict[str, Any]:
         """Return the mutable state, for a checkpoint."""
         end = None if self.ended is None else self.ended.value
-        names = ("best", "last", "gap", "stale")
-        return {**{name: getattr(self, name) for name in names}, "leash": self.bc_weight, "ended": end}
+        return {"best": self.best, "last": self.last, "stale": self.stale, "ended": end}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore the state from `tree`."""
         self.best = tree["best"]
         self.last = tree.get("last")
-        self.gap = tree["gap"]
-        self.stale, self.bc_weight = tree["stale"], tree["leash"]
+        self.stale = tree["stale"]
         self.ended = None if tree["ended"] is None else EndReason(tree["ended"])
 
 

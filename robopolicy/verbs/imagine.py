@@ -1,10 +1,10 @@
 """Fine-tunes a policy inside a world model, using no real steps for learning, and tracks imagined and real success.
 
 Every evaluation measures and logs imagined and real success from the same initial states. Learning uses imagination
-only. The policy with the best real success is saved (imagine.select_by), and the run continues while that rises. When
-imagined success exceeds real success by imagine.divergence_threshold, the KL/BC weight toward the base increases
-(imagine.bc_weight, imagine.bc_growth). The run stops only when real success falls or no longer improves; the last lines
-and result.json state the reason. imagine.refresh_every updates the model with new real episodes of the policy. Methods:
+only. The policy with the best real success is saved (imagine.select_by), and the run continues while that rises
+(imagine.patience); the last lines and result.json state why it ended, and whether imagined and real success had
+diverged by imagine.divergence_threshold. imagine.bc_weight keeps the policy close to its base, where a model with
+little data is most accurate. imagine.refresh_every updates the model with new real episodes of the policy. Methods:
 denoising PPO inside the model (DiWA, arXiv:2508.03645); GRPO in it with keyframe initial states and model updates
 (WoVR: finetune.algorithm=grpo world.imagination.initial_states=keyframes); and imagine.method=sft, imitation of
 synthesised successes (Ctrl-World, arXiv:2510.10125). With a decoder-free model the policy reads the latent
@@ -48,7 +48,7 @@ from robopolicy.evaluation.success import PolicyEvaluation, compare, compared
 from robopolicy.policies import load_policy as load_alone
 from robopolicy.runs import default_path, output
 from robopolicy.training.acting import Acting
-from robopolicy.training.configuration import NEARNESS, FinetuneConfig, with_bc_toward_base
+from robopolicy.training.configuration import FinetuneConfig, with_bc_toward_base
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.training.stopping import EndReason, StoppingRule, StoppingSettings
@@ -60,9 +60,6 @@ from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import DecoderFree, LearnedModel
 from worldmodels.readout import inner_model
 
-DIWA_WEIGHT = 0.05
-"""Weight of the BC loss toward the base policy, in DiWA."""
-
 WHERE = "in imagination", "in the real environment"
 
 ADVICE = {
@@ -70,7 +67,7 @@ ADVICE = {
     EndReason.DIVERGED: (
         "The world model is inaccurate on this policy: update it with the policy's episodes "
         "(imagine.refresh_every=10), use more data (worldmodel.include_base=true, worldmodel.transitions), or "
-        "increase the BC weight from the start (imagine.bc_weight=0.05)."
+        "keep the policy close to its base (imagine.bc_weight=0.05)."
     ),
     EndReason.PATIENCE: (
         "Real and imagined success had not diverged, but success stopped improving: try finetune.learning_rate=1e-4 "
@@ -249,7 +246,9 @@ def learn(
     if imagine_section.method == "sft":
         acting = planned_acting(config.plan, worlds.training, model, device)
         return imitate(config, policy, worlds.training, watch, folder, acting)
-    tuning, bc_weight = held_near(narrowed(FinetuneConfig, section), imagine_section)
+    tuning = narrowed(FinetuneConfig, section)
+    if imagine_section.bc_weight:
+        tuning = with_bc_toward_base(tuning, imagine_section.bc_weight)
     return finetune(
         policy,
         build_critic(worlds.training, section, config.run.seed).to(device),
@@ -261,22 +260,8 @@ def learn(
         seed=config.run.seed,
         guidance=load_guidance(config, worlds.training, model, policy),
         after_checkpoint=refresh,
-        stopping=StoppingSettings(imagine_section.patience, bc_weight, imagine_section.bc_growth),
+        stopping=StoppingSettings(imagine_section.patience),
     )
-
-
-def held_near(tuning: FinetuneConfig, chosen: ImagineSection) -> tuple[FinetuneConfig, float]:
-    """Return the settings with a BC loss toward the base added, and the initial factor of its weight.
-
-    If the user's own settings include `bc`, its weight there is the initial one.
-    """
-    if NEARNESS in tuning.of("auxiliaries", ()):
-        return tuning, 1.0
-    if not chosen.bc_weight and (
-        chosen.bc_growth == 1 or chosen.divergence_threshold is None or not chosen.real_eval_episodes
-    ):
-        return tuning, 1.0
-    return with_bc_toward_base(tuning, chosen.bc_weight or DIWA_WEIGHT), float(chosen.bc_weight > 0)
 
 
 def imitate(

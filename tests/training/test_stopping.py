@@ -1,5 +1,4 @@
-"""A run that imagines goes on while real success rises, is held nearer to its base when the worlds part, and says truly
-why it ended."""
+"""A run that imagines goes on while real success rises, and says truly why it ended."""
 
 import copy
 from dataclasses import replace
@@ -21,8 +20,7 @@ from robopolicy.training.stopping import EndReason, StoppingRule, StoppingSettin
 CONFIG = FinetuneConfig(
     rollout_length=3, epochs=2, minibatch=32, discount=0.9, evaluate_every=1, checkpoint_every=1, critic_warmup=0
 )
-HELD = replace(CONFIG, auxiliaries=("bc",), options={"bc": {"weight": 0.05}})
-WATCHED = StoppingSettings(patience=2, bc_weight=0.0, bc_growth=2.0)
+WATCHED = StoppingSettings(patience=2)
 
 
 def seen(real: float, imagined: float, gap: float = 0.2, episodes: int = 200) -> dict[str, float]:
@@ -43,7 +41,7 @@ def follow(
     return course
 
 
-def tune(pairs, config=HELD, folder=None, stopping=WATCHED, crash_at: int | None = None, confirm=None):
+def tune(pairs, config=CONFIG, folder=None, stopping=WATCHED, crash_at: int | None = None, confirm=None):
     """Fine-tune the bandit, told what `pairs` of real and imagined success say at iterations 0, 1, ..."""
     policy, asked = ChainPolicy(), RunFolder(folder).metrics() if folder is not None and folder.exists() else []
     turn = len([record for record in asked if "deterministic_success" in record])
@@ -80,7 +78,7 @@ def test_a_run_goes_on_beyond_a_gap_while_real_success_rises():
 
 
 def test_what_is_imagined_alone_is_not_the_best_and_reaches_no_target():
-    config = replace(HELD, target_success=0.9)
+    config = replace(CONFIG, target_success=0.9)
     _, result = tune([(0.5, 0.5), (0.6, 0.6), (0.4, 0.99)], config)
     assert not result.reached_target and result.best["iteration"] == 1
     _, result = tune([(0.5, 0.5), (0.95, 0.9), (0.4, 0.99)], config)
@@ -96,7 +94,7 @@ def test_a_target_that_fresh_episodes_do_not_confirm_ends_nothing(tmp_path: Path
         return {"success": next(fresh)}
 
     pairs = [(0.5, 0.5), (0.97, 0.97), (0.6, 0.6), (0.91, 0.91), (0.99, 0.99)]
-    _, result = tune(pairs, replace(HELD, target_success=0.9), tmp_path, confirm=confirm)
+    _, result = tune(pairs, replace(CONFIG, target_success=0.9), tmp_path, confirm=confirm)
     assert asked == [1, 3] and result.reached_target and result.iterations == 3
     assert result.best["iteration"] == 3 and result.best["confirmed_success"] == 0.92
     logged = {record["iteration"]: record for record in RunFolder(tmp_path).metrics()}
@@ -107,8 +105,7 @@ def test_why_a_run_ended_is_told_apart():
     assert follow((0.5, 0.5), (0.5, 0.55), (0.45, 0.5)).ended is EndReason.PATIENCE
     assert follow((0.5, 0.5), (0.5, 0.9)).ended is None
     assert follow((0.5, 0.5), (0.5, 0.9), (0.45, 0.9)).ended is EndReason.DIVERGED
-    assert follow((0.7, 0.7), (0.4, 0.9)).ended is EndReason.DIVERGED, "a fall that parts is not waited for"
-    assert follow((0.7, 0.7), (0.4, 0.4)).ended is None, "both fell: the model knows it"
+    assert follow((0.7, 0.7), (0.4, 0.9)).ended is None, "one fall is waited for"
     assert follow((0.5, 0.5), (0.97, 0.97), target=0.95).ended is EndReason.TARGET
     endless = StoppingSettings(patience=0)
     assert follow((0.5, 0.5), (0.5, 0.5), (0.5, 0.5), (0.5, 0.5), stopping=endless).ended is None
@@ -126,28 +123,16 @@ def test_what_fell_and_climbs_again_is_waited_for():
     assert follow(*unsure).ended is EndReason.PATIENCE, "two points of 200 episodes are chance"
 
 
-def test_the_leash_is_tightened_where_the_gap_does_not_narrow():
-    assert follow((0.3, 0.3), (0.4, 0.4)).bc_weight == 0
-    assert follow((0.3, 0.3), (0.4, 0.8)).bc_weight == 1
-    assert follow((0.3, 0.3), (0.4, 0.8), (0.5, 0.95)).bc_weight == 2
-    assert follow((0.3, 0.3), (0.4, 0.8), (0.6, 0.9)).bc_weight == 1, "they came nearer by themselves"
-    assert follow((0.3, 0.3), (0.4, 0.8), stopping=StoppingSettings(2, 0.0, 1.0)).bc_weight == 0
-
-
-def test_nearness_that_is_switched_off_changes_nothing_until_the_worlds_part():
-    agreed = [(0.3, 0.3), (0.4, 0.4), (0.5, 0.5), (0.6, 0.6)]
-    free, never = tune(agreed, CONFIG)[0], tune(agreed)[0]
-    assert torch.equal(free.first.weight, never.first.weight)
-    parted = [(0.3, 0.3), (0.4, 0.8), (0.5, 0.9), (0.6, 0.95)]
-    strong = replace(HELD, options={"bc": {"weight": 10.0}})
-    free, held = (tune(parted, each)[0] for each in (CONFIG, strong))
-    start = ChainPolicy()
-    moved, kept = (float((each.first.weight - start.first.weight).norm().detach()) for each in (free, held))
-    assert kept < moved
+def test_a_gap_alone_ends_nothing():
+    """Seen on push_cube from images: a gap of 25 points while real success fell, and 94 % three evaluations later."""
+    gap = [(0.265, 0.33), (0.25, 0.375), (0.635, 0.735), (0.63, 0.77), (0.53, 0.78)]
+    four = StoppingSettings(patience=4)
+    assert follow(*gap, (0.845, 0.885), (0.875, 0.95), stopping=four).ended is None
+    assert follow(*gap, (0.5, 0.8), (0.5, 0.8), stopping=four).ended is EndReason.DIVERGED
 
 
 @pytest.mark.parametrize("crash_at", [2, 3, 4])
-def test_a_run_that_was_broken_off_while_it_was_held_ends_in_the_same_place(tmp_path: Path, crash_at: int):
+def test_a_run_that_was_broken_off_beyond_a_gap_ends_in_the_same_place(tmp_path: Path, crash_at: int):
     pairs = [(0.3, 0.3), (0.4, 0.8), (0.5, 0.9), (0.45, 0.9), (0.5, 0.95)]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     told = tune(pairs, folder=whole)[1]

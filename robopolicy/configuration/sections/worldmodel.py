@@ -93,7 +93,6 @@ class ImagineSection:
         "keep": "select_by",
         "gap": "divergence_threshold",
         "near_base": "bc_weight",
-        "tighten": "bc_growth",
         "synthetic": "rollouts_per_round",
     }
 
@@ -114,17 +113,11 @@ class ImagineSection:
     which the run ends, 0 for never.
     """
     divergence_threshold: NonNegative | None = 0.2
-    """Divergence threshold: imagined success exceeds real success by this much, with disjoint intervals. The policy is
-    then pulled closer to its base, and the run ends if real success falls or patience runs out. null for never.
+    """Divergence threshold: imagined success exceeds real success by this much, with disjoint intervals. It is marked
+    in the figures, and a run that ends without a gain then says so. null for never.
     """
     bc_weight: NonNegative = 0.0
-    """Initial weight of the loss toward the base policy (bc; DiWA: 0.05); 0 for none until imagined and real success
-    diverge.
-    """
-    bc_growth: NonNegative = 2.0
-    """Factor on bc_weight at every evaluation with divergence that has not narrowed (from 0 it becomes 0.05), 1 for
-    none.
-    """
+    """Weight of the loss toward the base policy (bc; DiWA: 0.05), 0 for none."""
     refresh_every: Natural = 0
     """Iterations between updates of the world model on new real episodes of the policy, 0 for never."""
     refresh_episodes: Natural = 128
@@ -147,10 +140,9 @@ class ImagineSection:
     """sft: learning rate."""
 
     def __post_init__(self):
-        if self.bc_weight < 0 or self.bc_growth < 1 or self.patience < 0:
+        if self.bc_weight < 0 or self.patience < 0:
             raise ConfigError(
-                f"imagine.bc_weight={self.bc_weight} and imagine.patience={self.patience} must be at least 0, and "
-                f"imagine.bc_growth={self.bc_growth} at least 1."
+                f"imagine.bc_weight={self.bc_weight} and imagine.patience={self.patience} must be at least 0."
             )
         if self.divergence_threshold is not None and self.divergence_threshold <= 0:
             raise ConfigError(
