@@ -34,7 +34,6 @@ from robopolicy.building.policies import (
 from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import ImaginationSection
-from robopolicy.configuration.sections.worldmodel import ImagineSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy, Trainable, require_trainable
