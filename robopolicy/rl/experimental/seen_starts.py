@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from robopolicy.core.arrays import Array
+from robopolicy.core.errors import ConfigError
+from robopolicy.rl.in_context_value import load_value_model
 from robopolicy.rl.registry import Slot, mechanism, unknown_option
 
 STEPS, WIDTH = 300, 32
@@ -50,10 +52,10 @@ class ValueSampler:
     The prediction is a function of the first observation (vector fields and the instruction), so it holds for initial
     states that were never played. predictor: network (PCL), fitted to the mean outcomes of the last `rounds` rounds; or
     kernel, (a / 2 + sum K s) / (a + sum K n) with K = exp(-d^2 / 2) over observations in units of `bandwidth` standard
-    deviations and a = prior, which needs no fitting. It stands for V0's pretrained model that reads past results in its
-    context. candidates: initial states looked at per one that is played. Deviation: PCL updates one network in each
+    deviations and a = prior, which needs no fitting; or context (V0), the checkpoint `model` of a value model that reads
+    the results in its context, trained on other policies by `robopolicy route`. candidates: initial states looked at per one that is played. Deviation: PCL updates one network in each
     iteration. look: (index [n]) -> first observations [n, D], set by the collector. Raises ConfigError for an unknown
-    predictor.
+    predictor, and for context without a model.
     """
 
     def __init__(
@@ -65,9 +67,17 @@ class ValueSampler:
         rounds: int = 20,
         prior: float = 1.0,
         bandwidth: float = 1.0,
+        model: str = "",
     ):
-        if predictor not in ("network", "kernel"):
-            raise unknown_option("value.predictor", predictor, ("network", "kernel"))
+        predictors = "network", "kernel", "context"
+        if predictor not in predictors:
+            raise unknown_option("value.predictor", predictor, predictors)
+        if (predictor == "context") != bool(model):
+            raise ConfigError(
+                "options.value.predictor=context and options.value.model=CHECKPOINT belong together: robopolicy route "
+                "trains such a model."
+            )
+        self.model = load_value_model(model) if model else None
         self.predictor, self.target = predictor, target
         self.candidates, self.rounds = candidates, rounds
         self.prior, self.bandwidth = prior, bandwidth
@@ -96,6 +106,11 @@ class ValueSampler:
         if not recent_results or not places:
             return rates
         numbers, successes, episodes = np.array(recent_results).T
+        if self.model is not None:
+            context = np.array([self.seen[int(number)] for number in numbers])
+            wanted = np.array([self.seen[int(number)] for number in index[places]])
+            rates[places] = self.model.predict(context, successes, episodes, wanted)
+            return rates
         all_points = np.array(list(self.seen.values()))
         scale = self.bandwidth * all_points.std(0) + 1e-6
         known_points, points = (
