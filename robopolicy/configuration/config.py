@@ -41,6 +41,7 @@ from robopolicy.configuration.sections.tools import (
     PipelineSection,
     PushSection,
     ReportSection,
+    RouteSection,
     SweepSection,
     WatchSection,
 )
@@ -79,6 +80,7 @@ class Config:
     detect: DetectSection = field(default_factory=DetectSection)
     analyze: AnalyzeSection = field(default_factory=AnalyzeSection)
     rank: RankSection = field(default_factory=RankSection)
+    route: RouteSection = field(default_factory=RouteSection)
     serve: ServeSection = field(default_factory=ServeSection)
     drive: DriveSection = field(default_factory=DriveSection)
     doctor: DoctorSection = field(default_factory=DoctorSection)

@@ -26,6 +26,7 @@ from robopolicy.evaluation.tables import (
     horizon_rows,
     instruction_table,
     readout_table,
+    route_rows,
     specification_table,
     stage_rows,
     task_table,
@@ -184,6 +185,10 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any], addre
         header, rows = horizon_rows(result["horizons"])
         caption = f"{result['verdict']} k: decisions that greedy play looks ahead on values of random play."
         report.sections.append(Section("Effective horizon", caption, header=header, rows=rows))
+    if "routes" in result:
+        header, rows = route_rows(result["routes"])
+        caption = "Policies from the same initial states; routed: each initial state to the best predicted policy."
+        report.sections.append(Section("Choice between policies", caption, header=header, rows=rows))
     _add_gate(report, result)
     if "deployed" in result:
         _add_deployment(report, result["deployed"])

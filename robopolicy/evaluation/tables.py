@@ -196,6 +196,21 @@ def detected_fault_rows(faults: Mapping[str, Mapping[str, Mapping[str, Any]]]) -
     return ["fault", "success", *names], rows
 
 
+def route_rows(ways: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of `robopolicy route`, by policy, then router and best in hindsight."""
+    header = ["", "success", "cost", "success - cost", "initial states"]
+    return header, [
+        [
+            each["name"],
+            percent(each["success"]),
+            f"{each['cost']:.3g}",
+            f"{each['success']['rate'] - each['cost']:.1%}",
+            "" if each["routed"] is None else str(each["routed"]),
+        ]
+        for each in ways
+    ]
+
+
 def horizon_rows(attempts: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows, one per attempt of `robopolicy analyze`: look-ahead, rollouts and what they reached."""
     header = ["k", "rollouts per decision", "k + log_A(rollouts)", "success", "return", "random play", "steps"]

@@ -11,7 +11,6 @@ one world. Axes: B policy, n result in the context, m initial state to predict, 
 
 import math
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ class ContextLayer(nn.Module):
         self.hidden = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     def forward(self, tokens: Tensor, results: int, mask: Tensor) -> Tensor:
-        """Return tokens [B, n + m, W], of which all attend to the first n = `results` where mask [B, n] bool is True."""
+        """Return tokens [B, n + m, W], all attending to the first n = `results` where mask [B, n] is True."""
         normal = self.before(tokens)
         keys, values = (_heads(part, self.heads) for part in self.keys_values(normal[:, :results]).chunk(2, -1))
         query = _heads(self.query(normal), self.heads)
@@ -53,7 +52,7 @@ class ContextLayer(nn.Module):
 
 def _heads(tokens: Tensor, heads: int) -> Tensor:
     """[B, k, W] -> [B, heads, k, W / heads]."""
-    return tokens.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return tokens.reshape(*tokens.shape[:2], heads, -1).transpose(1, 2)
 
 
 class InContextValue(nn.Module):
@@ -149,10 +148,11 @@ def success_curves(starts: Tensor, count: int, generator: torch.Generator) -> Te
     dimension = starts.shape[1]
     relevant = (torch.rand((count, 1, dimension), generator=generator) < 0.5).float()
     relevant[torch.arange(count), 0, torch.randint(dimension, (count,), generator=generator)] = 1.0
-    seen = starts * relevant / relevant.sum(-1, keepdim=True).sqrt()
-    line = (seen @ normal(count, dimension, 1)).squeeze(-1)
-    distance = (seen - normal(count, 1, dimension) * relevant / relevant.sum(-1, keepdim=True).sqrt()).norm(dim=-1)
-    network = ((2 * seen @ normal(count, dimension, 16) + normal(count, 1, 16)).tanh() @ normal(count, 16, 1))[..., 0]
+    inputs = starts * relevant / relevant.sum(-1, keepdim=True).sqrt()
+    line = (inputs @ normal(count, dimension, 1)).squeeze(-1)
+    place = normal(count, 1, dimension) * relevant / relevant.sum(-1, keepdim=True).sqrt()
+    distance = (inputs - place).square().sum(-1).sqrt()
+    network = ((2 * inputs @ normal(count, dimension, 16) + normal(count, 1, 16)).tanh() @ normal(count, 16, 1))[..., 0]
     parts = torch.stack([line, -distance, network])
     parts = (parts - parts.mean(-1, keepdim=True)) / (parts.std(-1, keepdim=True) + 1e-6)
     mixture = (torch.rand((3, count, 1), generator=generator).clamp(min=1e-3).log().neg() * parts).sum(0)
@@ -186,19 +186,21 @@ def train_value_model(
     model.mean.copy_(points.mean(0))
     model.scale.copy_(torch.where(deviation > 1e-6, deviation, 1.0))
     standard = (points - model.mean) / model.scale
-    measured = None if outcomes is None else torch.as_tensor(outcomes, dtype=torch.float32)
+    results = None if outcomes is None else torch.as_tensor(outcomes, dtype=torch.float32)
     context = min(context, len(points) // 2)
     queries = min(queries, len(points) - context)
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     with torch.enable_grad():
         for step in range(steps):
-            rows = torch.stack([torch.randperm(len(points), generator=draws)[: context + queries] for _ in range(batch)])
+            rows = torch.stack(
+                [torch.randperm(len(points), generator=draws)[: context + queries] for _ in range(batch)]
+            )
             rates = success_curves(standard, batch, draws)
             episodes = 2.0 ** torch.randint(5, (batch, 1), generator=draws).expand(-1, context + queries)
-            if measured is not None:
-                chosen = torch.randint(len(measured), (batch // 2,), generator=draws)
-                rates = torch.cat([measured[chosen], rates[len(chosen) :]])
-                episodes = torch.cat([torch.ones_like(episodes[: len(chosen)]), episodes[len(chosen) :]])
+            if results is not None:
+                policies = torch.randint(len(results), (batch // 2,), generator=draws)
+                rates = torch.cat([results[policies], rates[len(policies) :]])
+                episodes = torch.cat([torch.ones_like(episodes[: len(policies)]), episodes[len(policies) :]])
             successes = torch.binomial(episodes, rates.gather(1, rows), generator=draws)
             size = torch.randint(context + 1, (batch, 1), generator=draws)
             read = torch.where(torch.arange(context) < size, episodes[:, :context], 0.0)
@@ -220,4 +222,4 @@ def routes(success: Array, costs: Array) -> Array:
 
 def brier_score(predicted: Array, outcomes: Array) -> float:
     """Return the mean squared difference between predicted success [...] and outcomes of 0 and 1 [...]."""
-    return float(np.square(predicted - cast(Array, outcomes).astype(float)).mean())
+    return float(np.square(predicted - outcomes.astype(float)).mean())

@@ -47,6 +47,7 @@ NAMES = (
     "detect",
     "analyze",
     "rank",
+    "route",
     "serve",
     "drive",
     "doctor",

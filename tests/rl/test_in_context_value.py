@@ -1,4 +1,4 @@
-"""The value model that reads a policy's results in its context: sets, padding, loss and routing by hand; that it learns."""
+"""The value model that reads a policy's results in its context: sets, padding, loss, routing; that it learns."""
 
 import json
 
@@ -44,7 +44,9 @@ def test_results_of_no_episodes_are_padding_and_an_empty_context_has_a_predictio
     torch.manual_seed(0)
     model = InContextValue(3)
     context, successes, episodes, starts = inputs()
-    padded = [torch.cat([part, torch.full_like(part[:, :2], fill)], 1) for part, fill in ((context, 7.0), (successes, 0))]
+    padded = [
+        torch.cat([part, torch.full_like(part[:, :2], fill)], 1) for part, fill in ((context, 7.0), (successes, 0))
+    ]
     mask = torch.cat([episodes, torch.zeros(2, 2)], 1)
     torch.testing.assert_close(model(*padded, mask, starts), model(context, successes, episodes, starts))
     nothing = model(context[:, :0], successes[:, :0], episodes[:, :0], starts)

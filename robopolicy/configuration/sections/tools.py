@@ -181,6 +181,24 @@ class SweepSection:
 
 
 @dataclass(frozen=True)
+class RouteSection:
+    """Choice between policies by initial state."""
+
+    policies: tuple[Path, ...] = ()
+    """Checkpoints of the policies."""
+    costs: tuple[NonNegative, ...] = ()
+    """Cost of an episode of each policy, in units of success: 0.05 means that 5 % more success are worth it. [] for
+    none.
+    """
+    model: Path | None = None
+    """Checkpoint of a value model for the same initial states (default: train one on synthetic policies)."""
+    context: Count = 64
+    """Episodes by which the value model knows a policy, from initial states that are not evaluated."""
+    episodes: Count = 200
+    """Initial states that are evaluated."""
+
+
+@dataclass(frozen=True)
 class AnalyzeSection:
     """Effective horizon of a task."""
 

@@ -50,12 +50,13 @@ class ValueSampler:
     `target`.
 
     The prediction is a function of the first observation (vector fields and the instruction), so it holds for initial
-    states that were never played. predictor: network (PCL), fitted to the mean outcomes of the last `rounds` rounds; or
+    states that were never played. predictor: network (PCL), fitted to the mean outcomes of the last `rounds` rounds;
     kernel, (a / 2 + sum K s) / (a + sum K n) with K = exp(-d^2 / 2) over observations in units of `bandwidth` standard
-    deviations and a = prior, which needs no fitting; or context (V0), the checkpoint `model` of a value model that reads
-    the results in its context, trained on other policies by `robopolicy route`. candidates: initial states looked at per one that is played. Deviation: PCL updates one network in each
-    iteration. look: (index [n]) -> first observations [n, D], set by the collector. Raises ConfigError for an unknown
-    predictor, and for context without a model.
+    deviations and a = prior, which needs no fitting; or context (V0), the checkpoint `model` of a value model that
+    reads the results in its context and was trained on other policies (`robopolicy route`). candidates: initial states
+    looked at per one that is played. Deviation: PCL updates one network in each iteration. look: (index [n]) -> first
+    observations [n, D], set by the collector. Raises ConfigError for an unknown predictor, and for context without a
+    model.
     """
 
     def __init__(
