@@ -10,7 +10,6 @@ from robopolicy.core.candidates import AGGREGATED
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import STATE
-from robopolicy.nn import edm
 from robopolicy.nn.configuration import EdmConfig
 from robopolicy.policies import load_policy
 from robopolicy.testing.policy import Level, check_policy
@@ -118,24 +117,6 @@ def test_a_role_learns_the_frames_that_are_not_given_from_those_before_them(begu
         assert float(own[:, 0].abs().amax()) > 0 and float(own[:, 1:].abs().sum()) == 0
         loss = begun.loss(rows, torch.Generator().manual_seed(0))
         assert list(loss) == [role] and loss[role].shape == (len(frames),)
-
-
-def test_a_third_of_the_chunks_are_learned_through_noise_that_hides_them(begun, monkeypatch):
-    """The mean over 32 copies of a number tells it through noise of 1; what it depends on is learned above that."""
-    levels = []
-    weigh = edm.weighted_error
-
-    def watched(denoised, clean, sigma, config):
-        levels.append(sigma)
-        return weigh(denoised, clean, sigma, config)
-
-    monkeypatch.setattr(edm, "weighted_error", watched)
-    rows = one_batch(begun)["policy"]
-    for seed in range(40):
-        begun.loss({"policy": rows}, torch.Generator().manual_seed(seed))
-    copies = torch.Size(begun.video.latent).numel() / begun.sizes[ACTION]
-    hidden = torch.cat(levels) / copies**0.5 > 0.5  # in units of half a number's range
-    assert float(hidden.float().mean()) > 0.33
 
 
 def test_given_frames_come_back_bit_by_bit_and_a_chunk_does_not_depend_on_what_follows(begun):
