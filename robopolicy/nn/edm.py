@@ -44,11 +44,21 @@ def denoise(network: Network, noisy: Tensor, sigma: Tensor, config: EdmConfig) -
     return skip * noisy + out * network(scale * noisy, sigma.log() / 4)
 
 
-def training_noise(clean: Tensor, config: EdmConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return noisy data like `clean` [N, C, ...] and its noise levels [N]."""
+def training_noise(
+    clean: Tensor, config: EdmConfig, generator: torch.Generator, high_fraction: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return noisy data like `clean` [N, C, ...] and its noise levels [N].
+
+    high_fraction: rows, as a fraction, whose level is uniform from 1 to sigma_max instead of log-normal, as in Cosmos
+    Policy (arXiv:2601.16163): where the mean over many copies of a number tells it through the usual noise, nothing
+    else would be learned.
+    """
     device = clean.device
     log_noise = torch.randn(len(clean), generator=generator, device=device)
     sigma = (config.log_mean + config.log_std * log_noise).exp()
+    if high_fraction:
+        chosen, place = torch.rand(2, len(clean), generator=generator, device=device)
+        sigma = torch.where(chosen < high_fraction, 1 + (config.sigma_max - 1) * place, sigma)
     noise = torch.randn(clean.shape, generator=generator, device=device)
     if config.offset_noise:
         channels = clean.shape[:2] + (1,) * (clean.dim() - 2)
@@ -72,9 +82,14 @@ def training_noise_with_starts(
     return noisy, torch.where(first, config.sigma_max, sigma), first
 
 
-def loss(network: Network, clean: Tensor, config: EdmConfig, generator: torch.Generator) -> Tensor:
-    """Return the elementwise squared error of F (equivalently of D, weighted) at random noise levels, [N, ...]."""
-    noisy, sigma = training_noise(clean, config, generator)
+def loss(
+    network: Network, clean: Tensor, config: EdmConfig, generator: torch.Generator, high_fraction: float = 0.0
+) -> Tensor:
+    """Return the elementwise squared error of F (equivalently of D, weighted) at random noise levels, [N, ...].
+
+    high_fraction: as in `training_noise`.
+    """
+    noisy, sigma = training_noise(clean, config, generator, high_fraction)
     return weighted_error(denoise(network, noisy, sigma, config), clean, sigma, config)
 
 

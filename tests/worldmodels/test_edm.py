@@ -76,6 +76,18 @@ def test_the_loss_is_least_at_the_posterior_mean_and_its_inputs_have_unit_varian
     assert float(scaled.std()) == pytest.approx(1.0, abs=0.05)
 
 
+def test_a_fraction_of_noise_levels_is_uniform_up_to_the_highest():
+    config = EdmConfig(log_mean=-3.0, log_std=0.1, sigma_max=21.0)
+    _, sigma = training_noise(torch.zeros(20_000, 1), config, generator(), high_fraction=0.3)
+    high = sigma[sigma > 0.5]  # the others are about exp(-3) = .05
+    assert len(high) / 20_000 == pytest.approx(0.3, abs=0.01)
+    assert float(high.min()) >= 1 and float(high.max()) <= 21
+    assert float(high.mean()) == pytest.approx(11, abs=0.2)
+    assert float(high.std()) == pytest.approx(20 / 12**0.5, abs=0.2)
+    same = [training_noise(torch.ones(5, 1), config, generator(3), *more) for more in ((), (0.0,))]
+    assert torch.equal(same[0][0], same[1][0])  # 0 draws nothing more
+
+
 def test_offset_noise_is_one_draw_a_channel():
     config = EdmConfig(offset_noise=1.0, log_mean=0.0, log_std=0.0)
     noisy, _ = training_noise(torch.zeros(200, 3, 64, 64), config, generator())

@@ -10,6 +10,7 @@ from robopolicy.core.candidates import AGGREGATED
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import STATE
+from robopolicy.nn import edm
 from robopolicy.nn.configuration import EdmConfig
 from robopolicy.policies import load_policy
 from robopolicy.testing.policy import Level, check_policy
@@ -119,6 +120,24 @@ def test_a_role_learns_the_frames_that_are_not_given_from_those_before_them(begu
         assert list(loss) == [role] and loss[role].shape == (len(frames),)
 
 
+def test_a_third_of_the_chunks_are_learned_through_noise_that_hides_them(begun, monkeypatch):
+    """The mean over 32 copies of a number tells it through noise of 1; what it depends on is learned above that."""
+    levels = []
+    weigh = edm.weighted_error
+
+    def watched(denoised, clean, sigma, config):
+        levels.append(sigma)
+        return weigh(denoised, clean, sigma, config)
+
+    monkeypatch.setattr(edm, "weighted_error", watched)
+    rows = one_batch(begun)["policy"]
+    for seed in range(40):
+        begun.loss({"policy": rows}, torch.Generator().manual_seed(seed))
+    copies = torch.Size(begun.video.latent).numel() / begun.sizes[ACTION]
+    hidden = torch.cat(levels) / copies**0.5 > 0.5  # in units of half a number's range
+    assert float(hidden.float().mean()) > 0.33
+
+
 def test_given_frames_come_back_bit_by_bit_and_a_chunk_does_not_depend_on_what_follows(begun):
     rows = one_batch(begun)["value"]
     memory = begun._memory(rows["present"], rows["pose"])
@@ -190,6 +209,7 @@ def test_it_starts_from_a_video_model_and_keeps_its_pictures(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # four CPU minutes
 def test_it_learns_to_act_and_what_actions_do():
     episodes = recorded(300)
     model = trained(replace(CONFIG, batch_size=64), 1500, episodes)
@@ -207,4 +227,4 @@ def test_it_learns_to_act_and_what_actions_do():
     frames = recorded(100, seed=1).observation
     offset = frames["observation.environment_state"][:100, :2] - frames[STATE][:100]
     towards = torch.nn.functional.cosine_similarity(action, offset)[offset.norm(dim=1) > 0.4]
-    assert float(towards.mean()) > 0.3
+    assert float(towards.mean()) > 0.6

@@ -47,6 +47,8 @@ FRAMES = (ACTION, POSE, VIEW, VALUE)
 """Frames after the present one, in the order in which they attend to one another."""
 ROLES = {"policy": 0, "world": 1, "value": 3}
 """Role -> number of the first frames that are given; the others are sampled."""
+HIGH_NOISE_FRACTION = 0.3
+"""Fraction of training rows at noise that is uniform up to the sampler's first level (the authors' code: .3)."""
 WEIGHTS_OF_VIDEO = "video."
 """Prefix of the video model's weights in a checkpoint."""
 
@@ -196,7 +198,7 @@ class JointVideoPolicy(PlansOverCandidates, nn.Module):
             given_count = ROLES[role]
             memory = self._memory(rows["present"], rows["pose"])
             network = self._network(memory, rows["present"], rows["frames"][:, :given_count])
-            error = edm.loss(network, rows["frames"][:, given_count:], self.config.edm, generator)
+            error = edm.loss(network, rows["frames"][:, given_count:], self.config.edm, generator, HIGH_NOISE_FRACTION)
             losses[role] = error.flatten(1).mean(1)
         return losses
 
