@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -43,16 +44,14 @@ class ContextLayer(nn.Module):
     def forward(self, tokens: Tensor, results: int, mask: Tensor) -> Tensor:
         """Return tokens [B, n + m, W], all attending to the first n = `results` where mask [B, n] is True."""
         normal = self.before(tokens)
-        keys, values = (_heads(part, self.heads) for part in self.keys_values(normal[:, :results]).chunk(2, -1))
-        query = _heads(self.query(normal), self.heads)
+        split = "b k (h d) -> b h k d"
+        keys, values = (
+            rearrange(part, split, h=self.heads) for part in self.keys_values(normal[:, :results]).chunk(2, -1)
+        )
+        query = rearrange(self.query(normal), split, h=self.heads)
         mixed = functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask[:, None, None])
-        tokens = tokens + self.out(mixed.transpose(1, 2).flatten(2))
+        tokens = tokens + self.out(rearrange(mixed, "b h k d -> b k (h d)"))
         return tokens + self.hidden(self.between(tokens))
-
-
-def _heads(tokens: Tensor, heads: int) -> Tensor:
-    """[B, k, W] -> [B, heads, k, W / heads]."""
-    return tokens.reshape(*tokens.shape[:2], heads, -1).transpose(1, 2)
 
 
 class InContextValue(nn.Module):
@@ -113,7 +112,8 @@ class InContextValue(nn.Module):
 
 def load_value_model(folder: Path | str) -> InContextValue:
     """Load what `InContextValue.save` wrote; raises CheckpointError for anything else."""
-    path, description = Checkpoint.open(folder).folder, Checkpoint.open(folder).description
+    opened = Checkpoint.open(folder)
+    path, description = opened.folder, opened.description
     if description.get("kind") != KIND:
         raise CheckpointError(f"{folder} contains '{description.get('kind')}', not a value model of robopolicy route.")
     require_format(path, description)

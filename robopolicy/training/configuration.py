@@ -404,9 +404,11 @@ NEARNESS = "bc"
 
 
 def with_bc_toward_base(settings: FinetuneConfig, weight: float) -> FinetuneConfig:
-    """Return the settings with the BC loss toward the base policy added; unchanged when they already name it."""
+    """Return the settings with the BC loss toward the base policy added; unchanged when they already name it, or for
+    weight 0.
+    """
     auxiliaries = tuple(settings.of("auxiliaries", ()))
-    if NEARNESS in auxiliaries:
+    if not weight or NEARNESS in auxiliaries:
         return settings
     return replace(
         settings, auxiliaries=(*auxiliaries, NEARNESS), options={**settings.options, NEARNESS: {"weight": weight}}

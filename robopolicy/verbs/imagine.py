@@ -245,9 +245,7 @@ def learn(
     if imagine_section.method == "sft":
         acting = planned_acting(config.plan, worlds.training, model, device)
         return imitate(config, policy, worlds.training, watch, folder, acting)
-    tuning = narrowed(FinetuneConfig, section)
-    if imagine_section.bc_weight:
-        tuning = with_bc_toward_base(tuning, imagine_section.bc_weight)
+    tuning = with_bc_toward_base(narrowed(FinetuneConfig, section), imagine_section.bc_weight)
     return finetune(
         policy,
         build_critic(worlds.training, section, config.run.seed).to(device),

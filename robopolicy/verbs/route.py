@@ -12,7 +12,6 @@ where a world has several.
 from typing import Any
 
 import numpy as np
-import torch
 
 from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
 from robopolicy.building.worlds import build_world
@@ -114,10 +113,9 @@ def routed(
     """Return the success of every policy alone, of the router and of the best choice in hindsight, JSON-ready."""
     context, won = outcomes["context"], outcomes["evaluated"]
     count, ones = won.shape[1], np.ones(context.shape[1])
-    with torch.no_grad():
-        success = np.array(
-            [model.predict(starts["context"], each.astype(float), ones, starts["evaluated"]) for each in context]
-        )
+    success = np.array(
+        [model.predict(starts["context"], each.astype(float), ones, starts["evaluated"]) for each in context]
+    )
     router, best = routes(success, costs), routes(won.astype(float), costs)
     everywhere = np.arange(count)
 

@@ -45,8 +45,7 @@ class ImaginedPpo:
             evaluate_every=0,
             target_success=None,
         )
-        if config.bc_weight:
-            settings = with_bc_toward_base(settings, config.bc_weight)
+        settings = with_bc_toward_base(settings, config.bc_weight)
         imagining_policy = require_trainable(imagination.as_inside(policy))
         result = finetune(imagining_policy, imagination.new_critic(seed), imagination.world, settings, seed=seed)
         return {"imagined_steps": float(result.env_steps)}
