@@ -96,7 +96,10 @@ def test_folders_of_others_are_named_by_the_end_of_their_path():
 def test_models_of_several_kinds_rank_the_same_policies(tmp_path, monkeypatch, capsys):
     few = {"novice": ("novice", None), "base": ("diffusion", None), "tuned": ("diffusion", 0.9)}
     monkeypatch.setattr(ranking, "POLICIES", few)
-    chosen = "bench.name=ranking", "bench.tasks=[push_cube]", "bench.only=[ensemble,rssm]"
+    monkeypatch.setattr(ranking, "CLONES", ("novice", "base"))
+    monkeypatch.setattr(ranking, "FAULTS", {"push_cube": ("aim=0.04", "speed=0.3")})
+    arms = 'ensemble,rssm,"ensemble, faults","ensemble, other scenes"'
+    chosen = "bench.name=ranking", "bench.tasks=[push_cube]", f"bench.only=[{arms}]"
     assert benchmark(tmp_path, *chosen) == 0
     shown = capsys.readouterr().out
     assert "ensemble" in shown and "rssm" in shown and "MMRV" in shown
@@ -105,6 +108,9 @@ def test_models_of_several_kinds_rank_the_same_policies(tmp_path, monkeypatch, c
     assert names[0] == names[1] and len(names[0]) == 3
     real = [{row["name"]: row["real"] for row in figures[model]["0"]["policies"]} for model in ("ensemble", "rssm")]
     assert real[0] == real[1]
+    faulty = {row["name"] for row in figures["ensemble, faults"]["0"]["policies"]}
+    assert {"expert, noise none", "expert, aim=0.04", "expert, speed=0.3"} < faulty and len(faulty) == 5
+    assert "ensemble, other scenes, " in shown and figures["ensemble, other scenes"]["0"]["variations"]
     assert benchmark(tmp_path, *chosen) == 0, "nothing is done twice"
 
 

@@ -1,10 +1,12 @@
 """Ranking of policies by world models compared with the simulator, for independently trained policies and every model.
 
 No two policies share demonstrations, weights or seeds. World models share no data with them either: they are trained on
-demonstrations, noisy experts and one policy of their own seed.
+demonstrations, noisy experts and one policy of their own seed. A second set is harder: clones, and experts that are
+noisy, aim beside the goal or are too slow. Policies may also be ranked in scenes that the models have not seen.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from robopolicy.benchmarks.runs import (
     settings_of,
 )
 from robopolicy.configuration import Config, compose
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.storage import read_json
 from robopolicy.evaluation.few_trials import savings_rows
 from robopolicy.evaluation.plots import ranking_panels
@@ -74,29 +77,68 @@ RANKED = {
 with video, as many episodes of every policy as the recipe says would take hours.
 """
 
+CLONES = "novice", "few", "base", "many"
+"""POLICIES that are ranked among the experts with faults."""
+
+FAULTS = {
+    "push_cube": ("0.6", "0.9", "1.3", "aim=0.033", "aim=0.042", "aim=0.05", "speed=0.3", "speed=0.25"),
+    "push_t": ("0.15", "0.3", "0.6", "aim=0.025", "aim=0.03", "aim=0.05", "speed=0.5", "speed=0.35"),
+    "pick_place": ("0.3", "0.5", "0.7", "aim=0.02", "aim=0.03", "aim=0.04", "speed=0.5", "speed=0.3"),
+}
+"""Task -> what its experts have: noise, another goal (m), part of their speed. It costs them 0 to 80 % of success."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A kind of world model and what is ranked in it. faulty: CLONES and experts with FAULTS instead of POLICIES;
+    settings: of `rank`.
+    """
+
+    kind: str
+    faulty: bool = False
+    settings: tuple[str, ...] = ()
+
+
+PHYSICAL = "rank.variations=[size,mass,friction]"
+SCENE = "rank.variations=[colour,light,camera,texture,size,mass,friction]"
+
+ARMS = {
+    **{kind: Arm(kind) for kind in MODELS},
+    "ensemble, faults": Arm("ensemble", faulty=True),
+    "latent_ensemble, faults": Arm("latent_ensemble", faulty=True),
+    "ensemble, other scenes": Arm("ensemble", settings=(PHYSICAL,)),
+    "latent_ensemble, other scenes": Arm("latent_ensemble", settings=(SCENE,)),
+}
+"""What bench.only names; arms of one kind share its models."""
+
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"tasks": {task: {kind: {seed: ranking}}}}, after training and ranking what is missing."""
-    kinds = chosen_from(config, MODELS)
-    return {"tasks": {task: measure(config, root, task, kinds) for task in config.bench.tasks}}
+    """Return {"tasks": {task: {arm: {seed: ranking}}}}, after training and ranking what is missing."""
+    arms = chosen_from(config, ARMS)
+    return {"tasks": {task: measure(config, root, task, arms) for task in config.bench.tasks}}
 
 
-def measure(config: Config, root: Path, task: str, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """Return the rankings of a task by kind and seed of model; finished training and rankings are not repeated."""
-    policies = [
-        trained_policy(config, root, task, name, FIRST_SEED + index) / "checkpoint"
-        for index, name in enumerate(POLICIES)
-    ]
-    rankings: dict[str, Any] = {kind: {} for kind in kinds}
+def measure(config: Config, root: Path, task: str, arms: tuple[str, ...]) -> dict[str, Any]:
+    """Return the rankings of a task by arm and seed of model; finished training and rankings are not repeated."""
+    rankings: dict[str, Any] = {name: {} for name in arms}
     for seed in config.bench.seeds:
-        for kind in kinds:
-            result = root / task / "rank" / kind / str(seed) / "result.json"
+        for name in arms:
+            arm, label = ARMS[name], name.replace(", ", "_").replace(" ", "_")
+            if arm.faulty and task not in FAULTS:
+                raise ConfigError(f"bench.only: '{name}' has no faults for {task}; tasks: {', '.join(FAULTS)}.")
+            result = root / task / "rank" / label / str(seed) / "result.json"
             if not is_complete(result.parent):
-                model = trained_model(config, root, task, kind, seed) / "checkpoint"
-                arguments = f"rank.policies=[{','.join(map(str, policies))}]", f"rank.models=[{model}]", "rank.noise=[]"
-                overrides = f"run.name={kind}", *arguments, *RANKED.get(kind, ())
-                rank.run(compose([*settings_of(config, root, task, seed), *overrides]))
-            rankings[kind][str(seed)] = read_json(result)["models"][kind]
+                policies = [
+                    trained_policy(config, root, task, policy, FIRST_SEED + index) / "checkpoint"
+                    for index, policy in enumerate(POLICIES)
+                    if policy in CLONES or not arm.faulty
+                ]
+                model = trained_model(config, root, task, arm.kind, seed) / "checkpoint"
+                experts = ",".join(f'"{fault}"' for fault in (("none", *FAULTS[task]) if arm.faulty else ()))
+                arguments = f"rank.policies=[{','.join(map(str, policies))}]", f"rank.models=[{model}]"
+                overrides = f"run.name={label}", *arguments, f"rank.noise=[{experts}]", *RANKED.get(arm.kind, ())
+                rank.run(compose([*settings_of(config, root, task, seed), *overrides, *arm.settings]))
+            rankings[name][str(seed)] = read_json(result)["models"][arm.kind]
     return rankings
 
 
@@ -128,8 +170,12 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
     for task, kinds in figures["tasks"].items():
         lines = []
         for kind, seeds in kinds.items():
-            each = [ranking["statistics"] for ranking in seeds.values()]
-            lines.append([kind.replace("_", " "), *(cell([row[name] for row in each]) for name in SHOWN)])
+            each = list(seeds.values())
+            labels = each[0].get("variations", {})
+            scenes = {"": each, **{f", {label}": [seed["variations"][label] for seed in each] for label in labels}}
+            for label, results in scenes.items():
+                rows = [result["statistics"] for result in results]
+                lines.append([kind.replace("_", " ") + label, *(cell([row[name] for row in rows]) for name in SHOWN)])
         title = (
             f"{task}: mean over seeds of the model (each); square brackets: bootstrap over policies of the first seed"
         )

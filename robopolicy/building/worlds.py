@@ -61,7 +61,7 @@ from robopolicy.training.schedules import load_critic, schedule_by
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
 from sims.names import suite_of
-from sims.play import PLAY, PlayingController
+from sims.play import PLAY, FaultyController, PlayingController, fault_of
 from sims.recorded import DemonstratedWorld
 from sims.registry import load_task, make_expert, make_saved_world, make_world
 from worldmodels.env import ImaginedWorld, StateCriterion, Truncation
@@ -481,12 +481,14 @@ def _controller(section: WorldSection, spec: WorldSpec, dotted_path: str) -> Con
 
 def build_noisy_expert(
     section: WorldSection, world: World, level: str, seed: int, dotted_path: str = ""
-) -> NoisyController | PlayingController:
-    """Return the world's expert (or the controller at `dotted_path`) with action noise, given by name or number, or at
-    play.
+) -> NoisyController | PlayingController | FaultyController:
+    """Return the world's expert (or the controller at `dotted_path`) with action noise, given by name or number, at
+    play, or with a fault, given as aim=METRES or speed=FRACTION.
     """
     if level == PLAY:
         return PlayingController(build_controller(section, world, dotted_path), seed, world.spec)
+    if fault := fault_of(level):
+        return FaultyController(build_controller(section, world, dotted_path), fault, seed, world.spec)
     try:
         noise = Noise(gaussian=float(level))
     except ValueError:

@@ -39,7 +39,7 @@ class Amount:
 
 
 NoiseLevel = Annotated[str, Amount()]
-"""Noise of an expert: a name, or the standard deviation as a fraction of half the action range."""
+"""Noise of an expert: a name, the standard deviation as a fraction of half the action range, or a fault (aim=0.04)."""
 Count = Annotated[int, Range(1, 2**31)]
 """Number of things of which there is at least one: episodes, steps, units."""
 Seed = Annotated[int, Range(0, LARGEST)]

@@ -32,6 +32,7 @@ from robopolicy.evaluation.success import Evaluation, EvaluationResult, evaluate
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table, runs_of
 from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
+from sims.play import behaviour_name
 from sims.variations.protocol import sweep
 from worldmodels.checkpoint import kind_of, load_world_model
 from worldmodels.protocol import DecoderFree
@@ -125,7 +126,7 @@ def load_candidates(config: Config) -> dict[str, Policy | str]:
     candidates: dict[str, Policy | str] = {
         name: load_policy(path, device) for name, path in zip(runs_of(paths), paths, strict=True)
     }
-    candidates |= {f"expert, noise {noise}": noise for noise in config.rank.noise}
+    candidates |= {behaviour_name(level): level for level in config.rank.noise}
     if len(candidates) < 3:
         raise ConfigError(
             "Ranking needs at least 3 policies (6 or more for a meaningful result): rank.policies=[A,B,C]."

@@ -46,7 +46,7 @@ from robopolicy.runs import default_path, input_path, output, print_table, runs_
 from robopolicy.training.fit import fit_stages
 from robopolicy.verbs.job import Job, say_replicas
 from robopolicy.verbs.verb import Verb
-from sims.play import PLAY, can_play
+from sims.play import PLAY, behaviour_name, can_play
 from worldmodels.checkpoint import save_world_model
 from worldmodels.protocol import LearnedModel
 from worldmodels.registry import WORLD_MODELS
@@ -167,14 +167,14 @@ def gather(config: Config, world: World, generator: torch.Generator) -> tuple[Ep
         seeds = episode_seeds(seed, f"worldmodel/{index}/{turn}", world.batch_size)
         return record(world, actors[index], seeds, generator=generator)
 
-    names += [f"expert, noise {level}" for level in section.noise]
+    names += [behaviour_name(level) for level in section.noise]
     plays = play_fraction(config, world.spec)
     noisy_steps = round((1 - plays) * steps_missing) if actors else 0
     shares = [noisy_steps // max(1, len(actors))] * len(actors)
     if plays:
         seed_of_play = derive_seed(seed, f"worldmodel/noise/{PLAY}")
         actors.append(build_noisy_expert(config.world, world, PLAY, seed_of_play, config.collect.controller))
-        names.append("expert, play")
+        names.append(behaviour_name(PLAY))
         shares.append(steps_missing - noisy_steps)
     behaviours = [
         Behaviour(names[index], actors[index], record_until(share, partial(play, index=index)))

@@ -11,7 +11,21 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.verbs.worldmodel import play_fraction
 from sims.experts import NoisyController
-from sims.play import FAR, LONG, NEAR, SHORT, SLOW, PlayingController, can_play, goal_elements
+from sims.play import (
+    FAR,
+    LONG,
+    NEAR,
+    SHORT,
+    SLOW,
+    Fault,
+    FaultyController,
+    PlayingController,
+    behaviour_name,
+    can_play,
+    fault_of,
+    goal_elements,
+    slowed_elements,
+)
 from sims.registry import load_task, make_expert, make_world
 from sims.tasks.push_cube import CUBE_FIELD, TO_GOAL, PushCubeExpert
 
@@ -92,7 +106,7 @@ def test_where_tasks_name_their_goals():
     assert {"push_cube", "push_t", "pick_place", "reach_planar", "arm_reach"} <= named and "tidy" not in named
     spec = _spec("pick_place")
     assert make_expert("pick_place", spec) is not None
-    assert not PlayingController(Watched(), 0, spec)._scaled[-1], "a gripper is not slowed down"
+    assert not slowed_elements(spec)[-1], "a gripper is not slowed down"
     names = spec.observation[ENVIRONMENT_STATE].names
     assert {names[index] for index in goal_elements(spec.observation[ENVIRONMENT_STATE])[0]} >= {"goal_x"}
 
@@ -121,3 +135,48 @@ def test_it_is_a_noise_level_and_the_default_of_models_of_latents(world):
     unknown = replace(world.spec, observation={STATE: world.spec.observation[STATE]})
     assert play_fraction(latent, unknown) == 0
     assert load_task("push_cube").name == "push_cube"
+
+
+def test_a_faulty_expert_aims_beside_the_goal_by_as_much_in_every_episode(world):
+    observation = world.reset(seeds=range(4))
+    inner = Watched()
+    controller = FaultyController(inner, Fault(aim=0.04), 0, world.spec)
+    for seeds in (np.arange(4), np.arange(4)[::-1]):
+        controller.begin(seeds)
+        for _ in range(2):
+            controller.act(observation)
+    true = observation[ENVIRONMENT_STATE][:, -1]
+    places = [CUBE_FIELD.names.index(name) for name in ("goal_x", "goal_y")]
+    offsets = np.stack(inner.shown)[..., places] - true[:, places]
+    assert np.allclose(np.linalg.norm(offsets, axis=-1), 0.04, atol=1e-6)
+    assert np.allclose(offsets[0], offsets[1], atol=1e-6) and np.allclose(offsets[0], offsets[2][::-1], atol=1e-6)
+    assert np.linalg.norm(offsets[0, 0] - offsets[0, 1]) > 1e-3, "episodes differ in direction"
+
+
+def test_a_slow_expert_acts_at_a_part_of_its_speed(world):
+    observation = world.reset(seeds=range(4))
+    slow = FaultyController(PushCubeExpert(), Fault(speed=0.3), 0, world.spec)
+    assert np.allclose(slow.act(observation), 0.3 * PushCubeExpert().act(observation), atol=1e-6)
+    spec = replace(world.spec, action=replace(world.spec.action, low=0.0, high=1.0))
+    with pytest.raises(ConfigError, match="symmetric bounds"):
+        FaultyController(Watched(), Fault(speed=0.3), 0, spec)
+    FaultyController(Watched(), Fault(aim=0.04), 0, spec)
+
+
+def test_faults_are_noise_levels(world):
+    config = compose(["recipe=push_cube"])
+    assert isinstance(build_noisy_expert(config.world, world, "speed=0.5", 0), FaultyController)
+    assert [behaviour_name(level) for level in ("0.3", "aim=0.04", "play")] == [
+        "expert, noise 0.3",
+        "expert, aim=0.04",
+        "expert, play",
+    ]
+    for text, said in (("speed=2", "0 < speed <= 1"), ("aim=far", "needs a number"), ("aim=-1", "aim >= 0")):
+        with pytest.raises(ConfigError, match=said):
+            fault_of(text)
+    assert fault_of("low") is None and fault_of("0.3") is None
+    with pytest.raises(ConfigError, match="no noise level 'aims=1'"):
+        build_noisy_expert(config.world, world, "aims=1", 0)
+    spec = _spec("tidy")
+    with pytest.raises(ConfigError, match="cannot aim beside its goal"):
+        FaultyController(Watched(), Fault(aim=0.04), 0, spec)

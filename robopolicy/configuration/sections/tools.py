@@ -32,9 +32,9 @@ class BenchSection:
     only: tuple[str, ...] = ()
     """Parts of the benchmark to run: recipes, methods (algorithms), policies (collection, inference), chunkings
     (delay), ablations (mechanisms), papers, experimental arms (corrections, edge_of_reach, imagination, libero_rl,
-    online, language, sight), agents (imagined_tasks), plans (test_time_planning), kinds of model (ranking), suites
-    (libero_replay) or parts (gate: candidates, rounds; offline: ways, agents, deployment, corrections; gpu: physics,
-    states, cameras, smolvla, world_models, inference); [] for all.
+    online, language, ranking, sight), agents (imagined_tasks), plans (test_time_planning), suites (libero_replay) or
+    parts (gate: candidates, rounds; offline: ways, agents, deployment, corrections; gpu: physics, states, cameras,
+    smolvla, world_models, inference); [] for all.
     """
     tiny: bool = False
     """gpu, dppo: measure tiny sizes, as a trial of the script."""

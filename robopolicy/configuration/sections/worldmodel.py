@@ -180,7 +180,9 @@ class RankSection:
     models: tuple[Path, ...] = ()
     """Checkpoints of world models of any kind (default: the output of worldmodel with the same name and seed)."""
     noise: tuple[NoiseLevel, ...] = ("none", "low", "medium", "high", "random")
-    """Noise levels at which the expert is ranked together with the policies, [] for none."""
+    """Noise levels or faults with which the expert is ranked together with the policies, as in collect.noise, [] for
+    none.
+    """
     episodes: Count = 200
     """Number of episodes per policy and world."""
     trials: Natural = 0
