@@ -50,8 +50,8 @@ def can_play(spec: WorldSpec) -> bool:
 
 
 def slowed_elements(spec: WorldSpec) -> np.ndarray:
-    """Return which elements of the action scale with speed [A]: those with symmetric bounds, as velocities have, except
-    for grippers.
+    """Return a mask [A] of the action's elements that scale with speed: those with symmetric bounds, as velocities
+    have, except for grippers.
     """
     low, high = (np.broadcast_to(np.asarray(bound), spec.action.shape) for bound in (spec.action.low, spec.action.high))
     names = spec.action.names or ("",) * spec.action.size
@@ -82,7 +82,9 @@ class Fault:
 
 
 def fault_of(level: str) -> Fault | None:
-    """Return the fault of which `level` is the text, aim=METRES or speed=FRACTION; None where it is none."""
+    """Return the fault of which `level` is the text, aim=METRES or speed=FRACTION; None where it is none. Raises
+    ConfigError when its number is missing or out of range.
+    """
     name, _, value = level.partition("=")
     if name not in ("aim", "speed"):
         return None
@@ -115,7 +117,8 @@ class FaultyController:
                 f"The expert of '{spec.name}' cannot be slowed down: no element of its action has symmetric bounds, as "
                 "velocities have. Use aim=METRES, or noise."
             )
-        self._controller, self._fault, self._seed, self._spec = controller, fault, seed, spec
+        self._controller, self._fault = controller, fault
+        self._seed, self._spec = seed, spec
         self._episodes = np.zeros(0, np.int64)
 
     def reset(self, rows: Rows = None) -> None:
@@ -158,7 +161,8 @@ class PlayingController:
                 "goal_y (or NAME_to_goal_x and NAME_to_goal_y). Set worldmodel.play=0, or leave 'play' out of the "
                 "noise levels."
             )
-        self._controller, self._seed, self._spec = controller, seed, spec
+        self._controller = controller
+        self._seed, self._spec = seed, spec
         self._slowed = slowed_elements(spec)
         self._start(0)
 
