@@ -5,10 +5,15 @@ demonstrations, noisy experts and one policy of their own seed. A second set is 
 noisy, aim beside the goal or are too slow. Policies may also be ranked in scenes that the models have not seen.
 """
 
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from robopolicy.benchmarks.rates import mean_text
 from robopolicy.benchmarks.runs import (
@@ -21,15 +26,23 @@ from robopolicy.benchmarks.runs import (
     run_variant,
     settings_of,
 )
+from robopolicy.building.worlds import build_noisy_expert, build_world
 from robopolicy.configuration import Config, compose
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.storage import read_json
+from robopolicy.core.randomness import derive_seed, episode_seeds
+from robopolicy.core.spec import ENVIRONMENT_STATE
+from robopolicy.core.storage import read_json, write_json
+from robopolicy.data.record import record
 from robopolicy.evaluation.few_trials import savings_rows
 from robopolicy.evaluation.plots import ranking_panels
 from robopolicy.evaluation.report import Section, ranking_plot
+from robopolicy.evaluation.world_model import element_errors
 from robopolicy.runs import is_complete
 from robopolicy.verbs import rank
 from robopolicy.verbs.bench import Benchmark, Table
+from worldmodels.checkpoint import load_world_model
+from worldmodels.initial_states import context_at
 
 FIRST_SEED = 100
 """Of the policies; world models take theirs from bench.seeds."""
@@ -80,6 +93,14 @@ with video, as many episodes of every policy as the recipe says would take hours
 CLONES = "novice", "few", "base", "many"
 """POLICIES that are ranked among the experts with faults."""
 
+VECTORS = "ensemble", "rssm", "latent_ensemble"
+"""Kinds whose error of the objects' places is measured: they predict or read them."""
+HELD_OUT = 192
+"""Episodes for it: a third at each of three noise levels."""
+HORIZONS = (1, 5, 10, 20, 50)
+PLACE = re.compile(rf"^{re.escape(ENVIRONMENT_STATE)} (?P<object>(?!goal)(?!.*_(to|in)_)\w+)_[xyz], mm$")
+"""Labels of coordinates of objects, not of goals, nor as seen from elsewhere."""
+
 FAULTS = {
     "push_cube": ("0.6", "0.9", "1.3", "aim=0.033", "aim=0.042", "aim=0.05", "speed=0.3", "speed=0.25"),
     "push_t": ("0.15", "0.3", "0.6", "aim=0.025", "aim=0.03", "aim=0.05", "speed=0.5", "speed=0.35"),
@@ -113,9 +134,18 @@ ARMS = {
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"tasks": {task: {arm: {seed: ranking}}}}, after training and ranking what is missing."""
+    """Return {"tasks": {task: {arm: {seed: ranking}}}, "errors": {task: {kind: {seed: `errors_of`}}}}, after training
+    and ranking what is missing.
+    """
     arms = chosen_from(config, ARMS)
-    return {"tasks": {task: measure(config, root, task, arms) for task in config.bench.tasks}}
+    tasks = {task: measure(config, root, task, arms) for task in config.bench.tasks}
+    kinds = [kind for kind in VECTORS if any(ARMS[arm].kind == kind for arm in arms)]
+    seeds = config.bench.seeds
+    errors = {
+        task: {kind: {str(seed): errors_of(config, root, task, kind, seed) for seed in seeds} for kind in kinds}
+        for task in config.bench.tasks
+    }
+    return {"tasks": tasks, "errors": errors}
 
 
 def measure(config: Config, root: Path, task: str, arms: tuple[str, ...]) -> dict[str, Any]:
@@ -158,6 +188,47 @@ def trained_model(config: Config, root: Path, task: str, kind: str, seed: int) -
     return modelled(config, root, task, kind, seed, (*MODELS[kind].of(task), f"worldmodel.policies=[{base}]"))
 
 
+def errors_of(config: Config, root: Path, task: str, kind: str, seed: int) -> dict[str, Any]:
+    """Return object -> horizon -> {"model", "copy"}: root mean squared errors of its place, mm, in HELD_OUT episodes of
+    experts with noise, the same for all kinds; and the minutes of training, and imagined steps per CPU second.
+    """
+    path = root / task / "errors" / kind / f"{seed}.json"
+    if not path.is_file():
+        folder = trained_model(config, root, task, kind, seed)
+        model = load_world_model(folder / "checkpoint")
+        settings = compose([*settings_of(config, root, task, seed), *MODELS[kind].of(task)])
+        world = build_world(settings.world, None, batch_size=64, seed=seed)
+        parts = []
+        for level in ("low", "medium", "high"):
+            actor = build_noisy_expert(settings.world, world, level, derive_seed(seed, f"errors/{level}"))
+            parts.append(record(world, actor, episode_seeds(seed, f"errors/{level}", HELD_OUT // 3)))
+        world.close()
+        errors = element_errors(model, Episodes.concatenate(parts), HELD_OUT, HORIZONS)
+        clock, steps = time.process_time(), 20
+        latent = model.initial(context_at(parts[0], parts[0].starts, model.context), np.arange(len(parts[0])))
+        for _ in range(steps):
+            latent, _ = model.imagine(latent, torch.zeros(len(parts[0]), *world.spec.action.shape))
+        speed = steps * len(parts[0]) / (time.process_time() - clock)
+        minutes = read_json(folder / "result.json")["seconds"] / 60
+        write_json(path, {"objects": places(errors), "minutes": minutes, "steps_per_second": speed})
+    return read_json(path)
+
+
+def places(errors: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return object -> horizon -> distances, from the errors of its coordinates, see `element_errors`."""
+    squares: dict[str, dict[str, dict[str, float]]] = {}
+    for label, horizons in errors.items():
+        if match := PLACE.match(label):
+            total = squares.setdefault(match["object"], {})
+            for horizon, pair in horizons.items():
+                row = total.setdefault(horizon, dict.fromkeys(pair, 0.0))
+                row.update({side: row[side] + value**2 for side, value in pair.items()})
+    return {
+        name: {horizon: {side: value**0.5 for side, value in pair.items()} for horizon, pair in horizons.items()}
+        for name, horizons in squares.items()
+    }
+
+
 SHOWN = {"pearson": "Pearson", "spearman": "Spearman", "mmrv": "MMRV", "bias": "imagined - real"}
 """Statistics in the table; all are in the figures."""
 
@@ -166,7 +237,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return one table per task: the mean over seeds of the model, every seed, and the bootstrap interval of the first
     one.
     """
-    result_tables = []
+    result_tables = [error_table(task, kinds) for task, kinds in figures.get("errors", {}).items() if kinds]
     for task, kinds in figures["tasks"].items():
         lines = []
         for kind, seeds in kinds.items():
@@ -185,6 +256,29 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
                 title = f"{task}: rates from few trials, alone and with {kind.replace('_', ' ')}, mean over seeds"
                 result_tables.append(Table(title, *savings_rows(rows)))
     return result_tables
+
+
+def error_table(task: str, kinds: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return the errors of the objects' places by kind of model, means over seeds, beside objects that stay."""
+    lines: list[list[str]] = []
+    for kind, seeds in kinds.items():
+        runs = list(seeds.values())
+        for name in runs[0]["objects"]:
+            rows = [run["objects"][name] for run in runs]
+            means = {side: [_mean_at(rows, str(horizon), side) for horizon in HORIZONS] for side in ("model", "copy")}
+            if not any(line[0] == f"{name} that stays" for line in lines):
+                lines.append([f"{name} that stays", *means["copy"], "", ""])
+            minutes, speed = (
+                sum(row[figure] for row in runs) / len(runs) for figure in ("minutes", "steps_per_second")
+            )
+            lines.append([f"{name}, {kind.replace('_', ' ')}", *means["model"], f"{minutes:.1f}", f"{speed:,.0f}"])
+    header = ["object", *(f"{horizon} steps" for horizon in HORIZONS), "minutes of training", "steps per CPU second"]
+    return Table(f"{task}: error of the imagined place, mm, mean over seeds", header, lines)
+
+
+def _mean_at(rows: Sequence[Mapping[str, Mapping[str, float]]], horizon: str, which: str) -> str:
+    values = [row[horizon][which] for row in rows if horizon in row]
+    return f"{sum(values) / len(values):.1f}" if values else ""
 
 
 def mean_savings(seeds: Mapping[str, Any]) -> list[dict[str, float | None]]:

@@ -22,10 +22,10 @@ from robopolicy.evaluation.tables import (
     control_table,
     detected_fault_rows,
     detector_rows,
+    element_table,
     fault_table,
     horizon_rows,
     instruction_table,
-    readout_table,
     route_rows,
     specification_table,
     stage_rows,
@@ -442,13 +442,14 @@ def _add_validation(report: Report, validation: Mapping[str, Any]) -> None:
     for key in sorted({key for figures in validation["open_loop"].values() for key in figures}):
         svg = plots.open_loop_errors(validation["open_loop"], key)
         report.sections.append(Section(f"Open-loop prediction error: {key}", caption, svg=svg))
-    if errors := validation.get("readout"):
-        header, rows = readout_table(errors)
+    if errors := validation.get("elements"):
+        header, rows = element_table(errors)
         caption = (
-            "Root mean squared error of what is read off the model's latent, under the recorded actions of held-out "
-            "episodes from their first frame; after 0 steps, off recorded frames."
+            "Root mean squared error of vectors that the model predicts or that are read off its latent, under the "
+            "recorded actions of held-out episodes from their first frame, and in brackets of the first frame "
+            "repeated; after 0 steps, off recorded frames."
         )
-        report.sections.append(Section("Readout by element", caption, header=header, rows=rows))
+        report.sections.append(Section("Error by element", caption, header=header, rows=rows))
 
 
 def _add_behaviours(report: Report, figures: Mapping[str, Mapping[str, Any]]) -> None:

@@ -137,11 +137,15 @@ def variation_table(variations: Mapping[str, Mapping[str, Mapping[str, Any]]]) -
     return header, rows
 
 
-def readout_table(errors: Mapping[str, Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
-    """Return the table of a readout's errors by element and horizon, as `evaluation.world_model.readout_errors`."""
+def element_table(errors: Mapping[str, Mapping[str, Mapping[str, float]]]) -> tuple[list[str], list[list[str]]]:
+    """Return the table of a world model's errors by element and horizon, as `evaluation.world_model.element_errors`."""
     horizons = sorted({horizon for row in errors.values() for horizon in row}, key=int)
-    rows = [[name, *(f"{row[each]:.3g}" if each in row else "" for each in horizons)] for name, row in errors.items()]
+    rows = [[name, *(_error(row.get(each)) for each in horizons)] for name, row in errors.items()]
     return ["element", *(f"{horizon} steps" for horizon in horizons)], rows
+
+
+def _error(pair: Mapping[str, float] | None) -> str:
+    return "" if pair is None else f"{pair['model']:.3g} ({pair['copy']:.3g})"
 
 
 def difference_text(difference: Mapping[str, Any]) -> str:

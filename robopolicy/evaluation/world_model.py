@@ -49,11 +49,11 @@ def examine(
     data, lower is better. Images: PSNR in dB, higher is better, and SSIM or LPIPS under
     keys with their suffix. For one step from `steps` contexts, success: precision, recall and F1 of the head;
     reward_error: squared error over variance. None if the data does not define one: no success, none predicted, or
-    constant rewards. readout: as of `readout_errors`.
+    constant rewards. elements: as of `element_errors`.
     """
     figures = {"steps": episodes.step_count, **one_step(model, episodes, generator, steps)}
     figures["open_loop"] = open_loop(model, episodes, generator, rows, horizons)
-    return figures | {"readout": readout_errors(model, episodes, rows, (0, *horizons))}
+    return figures | {"elements": element_errors(model, episodes, rows, (0, *horizons))}
 
 
 def one_step(model: LearnedModel, episodes: Episodes, generator: torch.Generator, steps: int) -> dict[str, Any]:
@@ -151,16 +151,19 @@ def open_loop(
 
 
 @torch.no_grad()
-def readout_errors(
+def element_errors(
     model: LearnedModel, episodes: Episodes, rows: int, horizons: Sequence[int]
-) -> dict[str, dict[str, float]]:
-    """Return element -> horizon -> root mean squared error of the vectors that a model reads off its latent, under the
-    recorded actions from the first frames of `rows` episodes; {} if it reads none.
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return element -> horizon -> root mean squared errors of the vectors that a model predicts or reads off its
+    latent, under the recorded actions from the first frames of `rows` episodes; {} if it has none.
 
-    Elements are named "key name, unit", with lengths in mm. Horizon 0 is read off recorded frames. Elements that never
-    vary and horizons that fewer than ten episodes reach are omitted.
+    Two errors each: "model", and "copy", of the initial frame. Elements are named "key name, unit", with lengths in mm.
+    Horizon 0 is what is read off recorded frames. Elements that never vary and horizons that fewer than ten episodes
+    reach are omitted.
     """
-    keys = [key for key in readable_fields(model, episodes) if not key.startswith(IMAGE_PREFIX)]
+    read_keys = [key for key in readable_fields(model, episodes) if not key.startswith(IMAGE_PREFIX)]
+    keys = [key for key in episodes.observation_fields if key in (*read_keys, *model.spec.observation)]
+    keys = [key for key in keys if not key.startswith(IMAGE_PREFIX)]
     episode_indices = torch.arange(len(episodes))[:rows]
     lengths = episodes.lengths[episode_indices]
     last = max((each for each in horizons if int((lengths >= each).sum()) >= 10), default=-1)
@@ -168,21 +171,27 @@ def readout_errors(
         return {}
     begin = episodes.starts[episode_indices]
     latent = model.initial(context_at(episodes, begin, model.context), begin.numpy())
-    errors: dict[str, dict[str, float]] = {}
+    errors: dict[str, dict[str, dict[str, float]]] = {}
+    outputs: Mapping[str, Tensor] = {}
     for horizon in range(last + 1):
         if horizon:
             steps = begin + (lengths - 1).clamp_max(horizon - 1)
-            latent, _ = _imagine(model, latent, episodes.actions[steps])
+            latent, outcome = _imagine(model, latent, episodes.actions[steps])
+            outputs = outcome.observation
         alive = lengths >= horizon
         if horizon not in horizons or int(alive.sum()) < 10:
             continue
-        for key, value in _read(model, latent, keys).items():
+        predicted = {**outputs, **_read(model, latent, read_keys)}
+        for key in predicted.keys() & set(keys):
             recorded_values = episodes.observation[key].flatten(1).float()
-            truth = recorded_values[(episodes.frame_starts[episode_indices] + horizon)[alive]]
-            error = (value.cpu().flatten(1)[alive] - truth).square().mean(0).sqrt()
+            first = episodes.frame_starts[episode_indices][alive]
+            truth = recorded_values[first + horizon]
+            pair = {"model": predicted[key].cpu().flatten(1)[alive], "copy": recorded_values[first]}
+            error = {name: (value - truth).square().mean(0).sqrt() for name, value in pair.items()}
             for index, (name, scale) in enumerate(element_labels(key, episodes.observation_fields[key])):
                 if float(recorded_values[:, index].std(correction=0)) > 1e-6:
-                    errors.setdefault(name, {})[str(horizon)] = scale * float(error[index])
+                    each = {side: scale * float(value[index]) for side, value in error.items()}
+                    errors.setdefault(name, {})[str(horizon)] = each
     return errors
 
 

@@ -39,7 +39,7 @@ from robopolicy.data.restyle import restyled
 from robopolicy.evaluation.image_quality import unit_of
 from robopolicy.evaluation.intervals import plus_minus
 from robopolicy.evaluation.report import IMAGINED
-from robopolicy.evaluation.tables import readout_table
+from robopolicy.evaluation.tables import element_table
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow, images_imagined
 from robopolicy.runs import default_path, input_path, output, print_table, runs_of
@@ -266,5 +266,5 @@ def show(validation: Mapping[str, Any]) -> None:
             for steps, figures in validation["open_loop"].items()
         ]
         print_table(f"{key}: {unit}", ["steps ahead", "model", "actions shuffled", "first frame repeated"], lines)
-    if errors := validation.get("readout"):
-        print_table("Error of what is read off the latent, after so many imagined steps", *readout_table(errors))
+    if errors := validation.get("elements"):
+        print_table("Error after so many imagined steps (in brackets: first frame repeated)", *element_table(errors))

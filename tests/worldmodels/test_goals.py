@@ -12,8 +12,8 @@ from robopolicy.building.planning import load_goal
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, WorldSpec
-from robopolicy.evaluation.tables import readout_table
-from robopolicy.evaluation.world_model import element_labels, readout_errors
+from robopolicy.evaluation.tables import element_table
+from robopolicy.evaluation.world_model import element_errors, element_labels
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit_stages
 from sims.registry import load_task
@@ -142,7 +142,8 @@ def test_goals_of_read_vectors_are_standardised(learned):
 @pytest.mark.long
 def test_the_readouts_errors_are_told_by_element_and_in_mm(learned):
     data = recorded(30, seed=7)
-    errors = readout_errors(learned, data, 25, (0, 1, 3))
+    errors = element_errors(learned, data, 25, (0, 1, 3))
+    errors = {name: row for name, row in errors.items() if name.startswith(ENVIRONMENT_STATE)}
     assert len(errors) == 4
     begin = data.starts[:25]
     latent = learned.initial(context_at(data, begin, 1), begin.numpy())
@@ -151,12 +152,15 @@ def test_the_readouts_errors_are_told_by_element_and_in_mm(learned):
             latent, _ = learned.imagine(latent, data.actions[begin + (data.lengths[:25] - 1).clamp_max(step - 1)])
         if step in (0, 1, 3):
             alive = data.lengths[:25] >= step
-            truth = data.observation[ENVIRONMENT_STATE][(data.frame_starts[:25] + step)[alive]]
+            first = data.frame_starts[:25][alive]
+            truth = data.observation[ENVIRONMENT_STATE][first + step]
+            held = (data.observation[ENVIRONMENT_STATE][first] - truth).square().mean(0).sqrt()
             read = learned.read(latent, (ENVIRONMENT_STATE,))[ENVIRONMENT_STATE][alive]
             expected = (read - truth).square().mean(0).sqrt()
-            for row, value in zip(errors.values(), expected, strict=True):
-                assert row[str(step)] == pytest.approx(float(value), rel=1e-4)
-    header, rows = readout_table(errors)
+            for row, value, copied in zip(errors.values(), expected, held, strict=True):
+                assert row[str(step)]["model"] == pytest.approx(float(value), rel=1e-4)
+                assert row[str(step)]["copy"] == pytest.approx(float(copied), rel=1e-4)
+    header, rows = element_table(errors)
     assert header == ["element", "0 steps", "1 steps", "3 steps"] and len(rows) == 4
     field = Field((3,), unit="x, y: m; turn: rad", names=("x", "y", "turn"))
     assert element_labels("state", field) == [
