@@ -19,7 +19,7 @@ from robopolicy.configuration import Config
 from robopolicy.configuration.sections.learn import CRITIC_DEPTH, FinetuneSection
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
 from robopolicy.core.delayed import episodes_for_model, latency_in, steps_ahead, with_latency_of, without_latency
-from robopolicy.core.episodes import require_recorded
+from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import (
     CameraError,
     ConfigError,
@@ -338,10 +338,7 @@ def _imagined_world(
                 f"{data} does not "
                 "exist: set world.data=FOLDER."
             )
-        fields = fields_read(model)
-        dataset = read_dataset(data, cameras=cameras_of(fields), rename=renaming_of(model))
-        episodes = episodes_for_model(fields, origin_of(model), dataset)
-        require_recorded(data, episodes, fields, model.spec.action, "world model")
+        episodes = recorded_for(model, data)
         start_steps = keyframes(episodes) if imagination.initial_states == "keyframes" else None
         starts = recorded_starts(episodes, model.context, start_steps)
     criterion = state_criterion(section, model) if imagination.success == "state" else None
@@ -358,6 +355,18 @@ def _imagined_world(
         criterion=criterion,
     )
     return with_faults_of(section.options, world)
+
+
+def recorded_for(model: LearnedModel, data: Path) -> Episodes:
+    """Return the recorded episodes of a dataset, with the fields that the model reads.
+
+    Raises ConfigError when the dataset and the model do not fit.
+    """
+    fields = fields_read(model)
+    dataset = read_dataset(data, cameras=cameras_of(fields), rename=renaming_of(model))
+    episodes = episodes_for_model(fields, origin_of(model), dataset)
+    require_recorded(data, episodes, fields, model.spec.action, "world model")
+    return episodes
 
 
 def state_criterion(section: WorldSection, model: LearnedModel) -> StateCriterion:

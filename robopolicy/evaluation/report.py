@@ -18,8 +18,12 @@ from robopolicy.evaluation.few_trials import CalibratedRate, savings_rows
 from robopolicy.evaluation.intervals import plus_minus
 from robopolicy.evaluation.plots import Rate
 from robopolicy.evaluation.tables import (
+    COVERAGE,
     STAGES,
+    UNLIKE,
     control_table,
+    coverage_table,
+    coverage_warnings,
     detected_fault_rows,
     detector_rows,
     element_table,
@@ -483,6 +487,11 @@ def _add_rankings(report: Report, models: Mapping[str, Mapping[str, Any]]) -> No
     if lines := varied_agreement(models):
         caption = "The same policies and initial states under one factor of the scene at a time."
         report.sections.append(Section("Agreement by factor of variation", caption, header=header, rows=lines))
+    if coverage := {name: result["coverage"] for name, result in models.items() if "coverage" in result}:
+        header, rows = coverage_table(coverage)
+        report.sections.append(
+            Section(UNLIKE, " ".join([COVERAGE, *coverage_warnings(coverage)]), header=header, rows=rows)
+        )
     if any("calibrated" in result for result in models.values()):
         header, rows = calibrated_table(models)
         caption = (

@@ -148,6 +148,35 @@ def _error(pair: Mapping[str, float] | None) -> str:
     return "" if pair is None else f"{pair['model']:.3g} ({pair['copy']:.3g})"
 
 
+TOLERANCE = 0.01
+"""Fraction of the steps of held-out data that count as unlike the rest of it, see `evaluation.coverage`."""
+LARGEST = 0.1
+"""Fraction of a policy's steps from which on a warning is due."""
+UNLIKE = "Steps unlike those that the model has learned from"
+COVERAGE = (
+    f"Fraction of a policy's steps in the simulator that are farther from all of the model's data than {TOLERANCE:.0%} "
+    "of the data held out is."
+)
+
+
+def coverage_table(models: Mapping[str, Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and lines: one policy per line, with the fraction of its steps unlike the data of every model."""
+    policies = dict.fromkeys(policy for shares in models.values() for policy in shares)
+    lines = [[policy, *(plus_minus(shares.get(policy), ".1%") for shares in models.values())] for policy in policies]
+    return ["policy", *models], lines
+
+
+def coverage_warnings(models: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return one sentence for each model and policy whose steps are unlike the model's data too often."""
+    return [
+        f"{share:.0%} of the steps of {policy} are unlike all that {model} has learned from: its imagined success is a "
+        "guess. Train the model with the policy's rollouts (worldmodel.policies)."
+        for model, shares in models.items()
+        for policy, share in shares.items()
+        if share > LARGEST
+    ]
+
+
 def difference_text(difference: Mapping[str, Any]) -> str:
     """Return a paired difference from `compare(...).to_json()` as text, in points of success or as return."""
     by, low, high = (difference[key] for key in ("difference", "low", "high"))

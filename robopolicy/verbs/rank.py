@@ -6,36 +6,43 @@ scripted expert (or collect.controller) at several noise levels is ranked with t
 rank.models=[A,B,...], of any kinds, defaults to the output of `worldmodel` with the same name and seed. rank.trials=20
 plays only so many episodes in the simulator and estimates success from them and the model's episodes together, with an
 interval, and says how many trials alone would do as well; without it, a table says what few trials would have said.
-rank.variations=[colour,mass] repeats the ranking under one factor of variation of the scene after another.
-workers.count=N plays batches of world.batch_size episodes in N processes, with equal results.
+A table says how many of a policy's steps are unlike all that a model has learned from (rank.coverage_episodes), where
+its imagined success is a guess. rank.variations=[colour,mass] repeats the ranking under one factor of variation of the
+scene after another. workers.count=N plays batches of world.batch_size episodes in N processes, with equal results.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
 from robopolicy.building.workers import BatchPlayers, Built, Workers, open_workers, play_together
-from robopolicy.building.worlds import build_noisy_expert, build_world
+from robopolicy.building.worlds import build_noisy_expert, build_world, recorded_for
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import derive_seed, numpy_generator
+from robopolicy.core.randomness import Generators, derive_seed, numpy_generator
+from robopolicy.core.spec import images_of
 from robopolicy.core.world import Controller, World
+from robopolicy.data.record import record
+from robopolicy.evaluation.coverage import Coverage, elements
 from robopolicy.evaluation.few_trials import calibrated, savings, savings_rows
 from robopolicy.evaluation.ranking import RankingResult, rank
 from robopolicy.evaluation.report import agreement, calibrated_table, report_for_run, varied_agreement
 from robopolicy.evaluation.success import Evaluation, EvaluationResult, evaluate_policy, require_success
+from robopolicy.evaluation.tables import UNLIKE, coverage_table, coverage_warnings
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table, runs_of
 from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 from sims.play import behaviour_name
 from sims.variations.protocol import sweep
 from worldmodels.checkpoint import kind_of, load_world_model
-from worldmodels.protocol import DecoderFree
+from worldmodels.protocol import DecoderFree, fields_read
 from worldmodels.readout import HasReadout
 
 VERB = Verb(
@@ -48,6 +55,8 @@ SIMULATOR = "simulator"
 """Name of the world that models are compared with."""
 BOOTSTRAP = "rank/bootstrap"
 """Name of the random numbers of the intervals."""
+RECORDED = 8
+"""Episodes recorded at a time to measure coverage: those of large cameras fill the memory."""
 FEW = "rank/few_trials"
 """Name of the random numbers that choose few trials."""
 
@@ -78,7 +87,14 @@ def run(config: Config) -> int:
         }
     rankings = ranked(config, scores)
     show(rankings)
+    coverage = coverages(config, models, candidates)
     figures = {name: {"path": str(models[name]), **ranking.to_json()} for name, ranking in rankings.items()}
+    for name, shares in coverage.items():
+        figures[name]["coverage"] = shares
+    if coverage:
+        print_table(UNLIKE, *coverage_table(coverage))
+        for warning in coverage_warnings(coverage):
+            output.print(f"Warning: {warning}")
     varied_rankings = {label: ranked(config, each) for label, each in varied_scores.items()}
     if variations:
         for name, each in figures.items():
@@ -99,6 +115,34 @@ def run(config: Config) -> int:
     finish(config, folder, {"models": figures})
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0
+
+
+def coverages(
+    config: Config, models: Mapping[str, Path], candidates: Mapping[str, Policy | str]
+) -> dict[str, dict[str, float]]:
+    """Return model -> policy -> fraction of its steps in the simulator that are unlike the data of the model; without
+    models whose data is gone, and policies whose world does not show what the model reads.
+    """
+    seeds, device = evaluation_seeds(config, config.rank.coverage_episodes), choose_device(config.run)
+    shares: dict[str, dict[str, float]] = {}
+    for name, path in models.items() if len(seeds) else ():
+        model = load_world_model(path)
+        if not (path.parent / "dataset").exists():
+            continue
+        fields = fields_read(model)
+        generators = Generators(derive_seed(config.run.seed, "rank/coverage"), device)
+        draws = torch.Generator().manual_seed(derive_seed(config.run.seed, "rank/coverage/data"))
+        covered = Coverage.of(model, recorded_for(model, path.parent / "dataset"), draws)
+        for candidate, actor in candidates.items():
+            section = replace(config.world, **images_of(fields))
+            world, acting = acting_in(config, section, candidate, actor, device, filmed=True)
+            if not fields.keys() - world.spec.observation.keys():
+                parts = np.array_split(seeds, range(RECORDED, len(seeds), RECORDED))
+                acted = {"deterministic": True, "generator": generators["act"]}
+                steps = [elements(model, record(world, acting, part, **acted)) for part in parts]
+                shares.setdefault(name, {})[candidate] = covered.unlike(torch.cat(steps), draws)
+            world.close()
+    return shares
 
 
 def ranked(config: Config, scores: Mapping[str, Mapping[str, EvaluationResult]]) -> dict[str, RankingResult]:
@@ -189,11 +233,20 @@ def score(
 
 
 def acting_in(
-    config: Config, section: WorldSection, name: str, candidate: Policy | str, device: torch.device
+    config: Config,
+    section: WorldSection,
+    name: str,
+    candidate: Policy | str,
+    device: torch.device,
+    filmed: bool = False,
 ) -> tuple[World, Policy | Controller]:
-    """Build the world for a candidate, and the candidate in the form that acts there (a text: the expert's noise)."""
+    """Build the world for a candidate, and the candidate in the form that acts there (a text: the expert's noise).
+
+    filmed: the world also has the cameras of the section.
+    """
     policy = None if isinstance(candidate, str) else candidate
-    world = build_world(section, policy, episodes=config.rank.episodes, seed=config.run.seed, device=device)
+    options = {"episodes": config.rank.episodes, "seed": config.run.seed, "device": device, "filmed": filmed}
+    world = build_world(section, policy, **options)
     if policy is None:
         seed = derive_seed(config.run.seed, f"rank/{name}")
         return world, build_noisy_expert(section, world, str(candidate), seed, config.collect.controller)

@@ -185,6 +185,8 @@ class RankSection:
     """
     episodes: Count = 200
     """Number of episodes per policy and world."""
+    coverage_episodes: Natural = 32
+    """Number of episodes per policy in which its steps are compared with the data of the models, 0 for none."""
     trials: Natural = 0
     """Number of these episodes that are also played in the simulator, for when real trials are dear: success is then
     estimated from the trials and all episodes in the model together. 0 plays all.
