@@ -276,7 +276,7 @@ def learned_and_judged(name: str, data: str, sources: Mapping[str, Sequence[Epis
 
 def learned(name: str, parts: Sequence[Episodes], seed: int, updates: int = UPDATES) -> tuple[OfflineAgent, Interface]:
     """Return an agent after `updates` on rollouts, and its interface; inputs are standardised by the first, real
-    ones.
+    ones, and words that these lack are not scaled.
     """
     real = parts[0]
     words = Words([text for part in parts for text in part.tasks])

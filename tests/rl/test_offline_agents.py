@@ -8,7 +8,7 @@ import torch
 from robopolicy.benchmarks.edge_of_reach import measure, point_problem
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.transitions import Transitions
-from robopolicy.rl.offline.agent import Actor, Critics
+from robopolicy.rl.offline.agent import Actor, Critics, Standardiser
 from robopolicy.rl.offline.configuration import IqlConfig, SacConfig, Td3BcConfig
 from robopolicy.rl.offline.decisions import edge_of_reach, value_bound
 from robopolicy.rl.offline.iql import Iql, expectile_loss
@@ -161,3 +161,14 @@ def test_expectiles_are_means_that_lean():
             expectile_loss(draws - value, expectile).mean().backward()
             optimiser.step()
         assert low < float(value.detach()) < high
+
+
+def test_what_the_data_never_varied_is_not_enormous_when_it_does():
+    """A word that no recorded instruction contains, or a drawer that nobody has moved: 1 stays 1, not 10^6."""
+    values = torch.stack([torch.linspace(-1, 1, 50), torch.full((50,), 0.3), torch.zeros(50)], 1)
+    standardiser = Standardiser(3)
+    standardiser.fit(values)
+    told = standardiser(torch.tensor([[1.0, 0.8, 1.0]]))
+    assert told[0, 0] == pytest.approx(1 / float(values[:, 0].std(correction=0)), rel=1e-5)
+    assert told[0, 1:].tolist() == pytest.approx([0.5, 1.0])
+    assert not standardiser(values)[:, 1:].abs().gt(1e-6).any()

@@ -15,6 +15,7 @@ from robopolicy.core.policy import TensorObservation
 from robopolicy.core.randomness import normal
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.blocks import Members
+from robopolicy.nn.normalizer import CONSTANT_SCALE
 from robopolicy.nn.optimisers import optimiser_tree, restore_optimiser
 from robopolicy.rl.offline.interface import Interface
 
@@ -23,7 +24,11 @@ LOWEST, HIGHEST = -5.0, 2.0
 
 
 class Standardiser(nn.Module):
-    """Standardise values with the data's statistics: (x - mean) / std."""
+    """Standardise values with the data's statistics: (x - mean) / std.
+
+    Elements that the data never varied are centred but not divided: a word, pose or goal that only appears later would
+    otherwise be enormous.
+    """
 
     mean: Tensor
     std: Tensor
@@ -37,7 +42,8 @@ class Standardiser(nn.Module):
     def fit(self, values: Tensor) -> None:
         """Fit mean and standard deviation of values [N, size]."""
         self.mean.copy_(values.mean(0))
-        self.std.copy_(values.std(0, correction=0).clamp_min(1e-6))
+        std = values.std(0, correction=0)
+        self.std.copy_(torch.where(std < CONSTANT_SCALE, torch.ones_like(std), std))
 
     def forward(self, x: Tensor) -> Tensor:
         """Standardise [..., size]."""
