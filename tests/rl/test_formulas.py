@@ -24,6 +24,7 @@ from robopolicy.rl.experimental import coefficients as experimental_coefficients
 from robopolicy.rl.experimental.auxiliaries import step_preference_loss
 from robopolicy.rl.experimental.initial_states import ReplaySampler
 from robopolicy.rl.objective import policy_loss
+from robopolicy.training.configuration import LOG_RATIO_CLAMP
 
 CONTEXT = Context(torch.Generator(), discount=1.0)
 
@@ -46,6 +47,34 @@ def test_the_ring_of_rec_drops_what_lies_between_near_and_far_astray():
     assert kept.tolist() == [0, 0, -1, -1, 0, 0, -1]
     wider = experimental_coefficients.rec(good, region="ring", importance=False, far_low=0.5)[0].flatten()
     assert wider.tolist() == [1, 1, 0, 1, 1, 0, 0]
+
+
+def far_away(log_ratio: list[float], advantage: list[float]):
+    """Steps as the trainer scores them: log-ratios beyond its clamp are cut and marked."""
+    scored = scored_at([1.0] * len(log_ratio), advantage)
+    exact = torch.tensor(log_ratio, dtype=scored.log_ratio.dtype).reshape(scored.log_ratio.shape)
+    limit = LOG_RATIO_CLAMP
+    return replace(scored, log_ratio=exact.clamp(-limit, limit), clamped=exact.abs() > limit)
+
+
+@pytest.mark.checks("coefficient/rec")
+def test_without_a_ratio_as_weight_rec_learns_from_steps_however_far_they_moved():
+    """By the authors' masks of the ratio, c = A M: both steps went astray, the other two are as far the right way."""
+    scored = far_away([-3.5, 3.5, 3.5, -3.5], [1.0, -1.0, 1.0, -1.0])
+    for region, expected in (("ring", [1, -1, 0, 0]), ("one_side", [1, -1, 0, 0]), ("none", [1, -1, 1, -1])):
+        kept = experimental_coefficients.rec(scored, region=region, importance=False)[0].flatten()
+        assert kept.tolist() == expected, region
+    weighted = experimental_coefficients.rec(scored, region="none", importance=False, tau=1.0)[0].flatten()
+    assert weighted.tolist() == pytest.approx([math.e, -1 / math.e, math.e, -1 / math.e])
+    assert experimental_coefficients.rec(scored)[0].tolist() == torch.zeros_like(scored.advantage).tolist()
+
+
+@pytest.mark.checks("coefficient/mdpo")
+def test_mdpo_pulls_back_what_moved_beyond_the_clamp_of_log_ratios():
+    """r (A - log r / t) with r cut at e^3: 20.1 (1 - 3 / .5); nothing else bounds a step."""
+    scored = far_away([3.5, 2.9], [1.0, 1.0])
+    c = experimental_coefficients.mdpo(scored, start=0.5, end=0.5)[0].flatten()
+    assert c.tolist() == pytest.approx([math.exp(3) * -5.0, math.exp(2.9) * -4.8], rel=1e-4)
 
 
 @pytest.mark.checks("coefficient/rec")

@@ -63,9 +63,11 @@ def rec(
 
     region: one_side drops steps that have already moved far enough (PPO's own mask); two_side drops everything outside
     [1 - low, 1 + high]; ring drops only the ring between, since it also keeps steps that moved far in the wrong
-    direction, r <= 1 - far_low with A >= 0 and r >= 1 + far_high with A <= 0. importance: w is the ratio, else 1.
-    tau: data are also weighted by exp(A / tau) (RED-Weight), None for none. proximity: weight of log(r)^2 / 2, as in
-    opmd, at all steps. Raises ConfigError for an unknown region.
+    direction, r <= 1 - far_low with A >= 0 and r >= 1 + far_high with A <= 0; none drops nothing. importance: w is the
+    ratio, else 1; where it is, steps whose log-ratio was clamped are dropped too. tau: data are also weighted by exp(A
+    / tau), None for none; the authors' RED-Weight is region=none importance=false tau=1. proximity: weight of log(r)^2
+    / 2, as in opmd, at all steps; the authors' coefficient of log(r)^2 is half of it. Their A is that of
+    advantage=dr_grpo, without a deviation. Raises ConfigError for an unknown region.
     """
     ratio = scored.ratio
     is_positive = scored.advantage >= 0
@@ -73,13 +75,15 @@ def rec(
     within_clip = (ratio >= 1 - low) & (ratio <= 1 + high)
     one_side = torch.where(is_positive, ratio <= 1 + high, ratio >= 1 - low)
     astray = (is_positive & (ratio <= 1 - far_low)) | (is_negative & (ratio >= 1 + far_high))
-    masks = {"one_side": one_side, "two_side": within_clip, "ring": within_clip | astray}
+    everything = torch.ones_like(within_clip)
+    masks = {"one_side": one_side, "two_side": within_clip, "ring": within_clip | astray, "none": everything}
     if region not in masks:
         raise unknown_option("rec.region", region, masks)
     weight = ratio if importance else torch.ones_like(ratio)
     if tau is not None:
         weight = weight * (scored.advantage / tau).exp()
-    trusted_mask = masks[region] & ~scored.clamped
+    # Only a weight that grows with the ratio has a clamp to respect: without it, c = A however far a step has moved.
+    trusted_mask = masks[region] & ~scored.clamped if importance else masks[region]
     reinforced = torch.where(trusted_mask, weight * scored.advantage, 0.0)
     return reinforced - proximity * scored.log_ratio, {"kept": masked_fraction(trusted_mask, scored.mask)}
 
@@ -88,14 +92,19 @@ def rec(
 def opmd(scored: Scored, *, tau: float = 1.0) -> Coefficients:
     """Online mirror descent without importance weights: c = (A - tau (log pi - log pi_old)) / (1 + tau).
 
-    The gradient of -A logp + tau/2 (log pi - log pi_old)^2, scaled to the size of REINFORCE's.
+    The gradient of -A logp + tau/2 (log pi - log pi_old)^2, scaled to the size of REINFORCE's. The authors' A is that
+    of advantage=dr_grpo, without a deviation.
     """
     return (scored.advantage - tau * scored.log_ratio) / (1 + tau), {}
 
 
 @mechanism(Slot.COEFFICIENT, "asym_re", source="AsymRE, arXiv:2506.20520")
 def asym_re(scored: Scored, *, shift: float = -0.1) -> Coefficients:
-    """Off-policy REINFORCE with a baseline lowered by |shift|: c = A - shift, so that successes weigh more."""
+    """Off-policy REINFORCE with a baseline lowered by |shift|: c = A - shift, so that successes weigh more.
+
+    The paper's A is R - mean, that of advantage=dr_grpo. With advantage=grpo, which divides it by the deviation s of
+    the group, the baseline is lowered by |shift| s.
+    """
     return scored.advantage - shift, {}
 
 
@@ -232,12 +241,13 @@ def mdpo(scored: Scored, *, start: float = 1.0, end: float = 0.1) -> Coefficient
 
     c = r (A - log r / t_k): several steps on one batch approach pi_old exp(t_k A); one step is the policy gradient. The
     KL is estimated on the old policy's samples (its gradient is E_old[r log r grad log pi]); t_k decreases linearly
-    over the run, but not to 0, where 1 / t_k would explode.
+    over the run, but not to 0, where 1 / t_k would explode. A step whose log-ratio was clamped is still pulled back, by
+    the clamped ratio: the KL is all that bounds it.
     """
     step = start + (end - start) * scored.share
     # d(r log r) = (log r + 1) r d log pi, and the 1 has mean 0 under the old policy: E_old[r grad log pi] = 0.
     c = scored.ratio * (scored.advantage - scored.log_ratio / step)
-    return torch.where(scored.clamped, 0.0, c), {"mirror_step": torch.tensor(step)}
+    return c, {"mirror_step": torch.tensor(step)}
 
 
 @mechanism(Slot.COEFFICIENT, "dpo", source="DPO on one's own rollouts, arXiv:2305.18290", needs=(Need.WHOLE_GROUPS,))
@@ -263,7 +273,10 @@ def dpo(scored: Scored, *, beta: float = 0.1) -> Coefficients:
 def sppo(scored: Scored, *, eta: float = 1.0) -> Coefficients:
     """(log-ratio - eta (P(episode beats the policy) - 1/2))^2, with the win rate over the group's other episodes.
 
-    c = 2 (eta (P - 1/2) - log-ratio); ties count half.
+    c = 2 (eta (P - 1/2) - log-ratio); ties count half. The authors' win rate is over all K episodes of a group, the
+    episode itself counting half, so that P - 1/2 is (K - 1) / K of ours, and their code learns from the best and the
+    worst of them alone, here all do. Where a step's log-probability is the mean over its elements
+    (logp_reduction=mean), eta counts an element's, as beta does in dpo.
     """
     returns, group = scored.rollouts.row_return, scored.rollouts.group
     same_group = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
