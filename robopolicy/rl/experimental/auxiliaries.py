@@ -91,18 +91,18 @@ def distill(
 ) -> Tensor:
     """Match the teacher's complete distribution at the student's steps, averaged.
 
-    divergence: reverse, KL(student || teacher); forward, KL(teacher || student); or jsd. top: compare the teacher's
-    `top` most likely tokens and all others as one (Vision-OPD), 0 for all; clip_element: upper bound of every element
-    of the sum (PW-OPSD uses forward and .05). ratio_cap: weight a step by its ratio to the policy before the update, at
-    most this (Vision-OPD: 2). position: (least, middle, width), weight a chunk at the fraction f of its episode by
-    least + (1 - least) sigmoid((f - middle) / width) (PW-OPSD: .25, .3, .1). share < 1 selects that fraction of the
-    steps without replacement, with probability growing with (entropy / log V)^alpha (Jensen-Shannon divergence / log
-    2)^gamma (TIP), i.e. where the student is uncertain or disagrees. taught: at steps of episodes that the teacher
-    played (allocator=teacher_rollouts), this factor times the forward KL instead (BRTS: 10, in its code .05); the mean
-    is over all steps together. Gaussian steps have equal standard deviations, so their KL is the squared distance of
-    means in both directions and all steps count. Distributions are compared by extras of the scores: log_probabilities
-    [n, k, V], or mean [n, k, P, A] and std. Returns a scalar. Raises ConfigError without a teacher, if the two share
-    neither extra, or for options that only tokens have.
+    divergence: reverse, KL(student || teacher); forward, KL(teacher || student); or jsd. top: compare the student's
+    `top` most likely tokens and all others as one (Vision-OPD; PW-OPSD's code has the teacher's, and no others), 0 for
+    all; clip_element: upper bound of every element of the sum (PW-OPSD uses forward and .05). ratio_cap: weight a step
+    by its ratio to the policy before the update, at most this (Vision-OPD: 2). position: (least, middle, width), weight
+    a chunk at the fraction f of its episode by least + (1 - least) sigmoid((f - middle) / width) (PW-OPSD: .25, .3,
+    .1). share < 1 selects that fraction of the steps without replacement, with probability growing with (entropy / log
+    V)^alpha (Jensen-Shannon divergence / log 2)^gamma (TIP), i.e. where the student is uncertain or disagrees. taught:
+    at steps of episodes that the teacher played (allocator=teacher_rollouts), this factor times the forward KL instead
+    (BRTS: 10, in its code .05); the mean is over all steps together. Gaussian steps have equal standard deviations, so
+    their KL is the squared distance of means in both directions and all steps count. Distributions are compared by
+    extras of the scores: log_probabilities [n, k, V], or mean [n, k, P, A] and std. Returns a scalar. Raises
+    ConfigError without a teacher, if the two share neither extra, or for options that only tokens have.
     """
     policy = require_input(inputs.teacher, "teacher")
     assert isinstance(policy, ScoredPolicy)  # which Need.SAME_STEPS asks for

@@ -56,11 +56,12 @@ def divergence(student: Tensor, teacher: Tensor, form: str, top: int = 0, clip: 
     """Return a divergence of categorical distributions, [...] from log-probabilities [..., V].
 
     form: reverse, KL(student || teacher); forward, KL(teacher || student); or jsd, the mean of both to their mixture.
-    top: compare only the teacher's `top` most likely tokens and one token for all others, 0 for all; clip: upper bound
-    of every element of the sum. Raises ConfigError for an unknown form.
+    top: compare only the student's `top` most likely tokens and one token for all others, as in the code of Vision-OPD
+    (arXiv:2605.18740), 0 for all; clip: upper bound of every element of the sum. Raises ConfigError for an unknown
+    form.
     """
     if top:
-        places = teacher.topk(min(top, teacher.shape[-1] - 1), -1).indices
+        places = student.topk(min(top, student.shape[-1] - 1), -1).indices
         student, teacher = (_with_rest(each, places) for each in (student, teacher))
     middle = torch.logaddexp(student, teacher) - torch.tensor(2.0, dtype=student.dtype).log()
     elements = {
