@@ -20,7 +20,7 @@ class TaskSampler(Protocol):
     """Chooses initial states from a pool by their past results. Its state is JSON-able."""
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
-        """Return `count` different indices [n] into a pool of initial states (all of them if the pool is smaller)."""
+        """Return at most `count` different indices [n] into a pool of initial states; fewer if no more are wanted."""
         ...
 
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:

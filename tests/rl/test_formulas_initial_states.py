@@ -54,6 +54,33 @@ def test_sec_moves_values_towards_mean_sizes_of_advantages_and_draws_by_softmax(
     assert (np.bincount(category) / 6000).tolist() == pytest.approx((weight / weight.sum()).tolist(), abs=0.025)
 
 
+@pytest.mark.checks("sampler/sec", "sampler/group_dro")
+def test_a_large_batch_has_the_shares_of_the_bandit_as_well():
+    """8 states, 4 of each category, a batch of 4: each has category 0 with a chance of .9, so 3.6 of 4 (not 3.3)."""
+    draws = np.random.default_rng(0)
+    sampler = experimental.SecSampler(categories=2, temperature=1.0)
+    sampler.values = np.array([math.log(9.0), 0.0])
+    batches = np.array([sampler.propose(4, 8, draws) for _ in range(3000)])
+    assert (batches % 2 == 0).sum(1).mean() == pytest.approx(3.6, abs=0.03)
+    assert all(len(set(batch)) == 4 for batch in batches.tolist())
+    assert sorted(sampler.propose(8, 8, draws).tolist()) == list(range(8))
+    # Of six, at least two are of the other category: four are all there is.
+    assert ((np.array([sampler.propose(6, 8, draws) for _ in range(50)]) % 2 == 0).sum(1) <= 4).all()
+
+    robust = experimental.GroupDro(explore=0.0, sharpness=1.0)
+    robust.bins = {number: 0 if number < 6 else 2 for number in range(8)}
+    robust.scores = [0.0, -50.0, math.log(4.0)]
+    batches = np.array([robust.propose(2, 8, draws) for _ in range(3000)])
+    assert (batches >= 6).sum(1).mean() == pytest.approx(1.6, abs=0.03), "2 of the 8 states, with a chance of .8 each"
+
+
+@pytest.mark.checks("sampler/sec")
+def test_sec_counts_episodes_and_not_initial_states():
+    sampler = experimental.SecSampler(categories=1, rate=1.0)
+    sampler.observe(np.array([0, 1]), np.zeros(2), np.array([12.0, 4.0]), np.array([0.0, 0.8]))
+    assert sampler.values.tolist() == pytest.approx([0.2])
+
+
 @pytest.mark.checks("sampler/uniform")
 def test_uniform_draws_every_start_alike_and_remembers_rates():
     sampler, draws = initial_states.UniformSampler(), np.random.default_rng(0)
@@ -132,6 +159,10 @@ def test_one_domain_comes_after_the_other():
     draws, sampler = np.random.default_rng(0), experimental.Stages(parts=2, rounds=2, by="instruction")
     domains = [{number % 2 for number in sampler.propose(3, 8, draws).tolist()} for _ in range(5)]
     assert domains == [{0}, {0}, {1}, {1}, {1}]
+    # Asked for six of a domain of four, it proposes these four and none of another domain.
+    sampler = experimental.Stages(parts=2, rounds=2, by="instruction")
+    batches = [sorted(sampler.propose(6, 8, draws).tolist()) for _ in range(3)]
+    assert batches == [[0, 2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7]]
     with pytest.raises(ConfigError, match=r"stages\.by=domain is not known"):
         experimental.Stages(by="domain")
 

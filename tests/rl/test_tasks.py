@@ -82,10 +82,11 @@ def test_samplers_propose_different_starts_and_resume_exactly(name):
     simulate(sampler, rates, rounds=6)
     other.restore(json.loads(json.dumps(sampler.state())))
     first, second = (item.propose(8, 20, np.random.default_rng(3)) for item in (sampler, other))
-    assert len(set(first.tolist())) == 8
+    choice = 7 if name == "stages" else 20  # the easiest third
+    assert len(set(first.tolist())) == len(first) == min(8, choice)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_allclose(sampler.predict(np.arange(20)), other.predict(np.arange(20)))
-    assert sorted(sampler.propose(50, 20, np.random.default_rng(4)).tolist()) == list(range(20))
+    assert len(set(sampler.propose(50, 20, np.random.default_rng(4)).tolist())) == choice
 
 
 def test_beliefs_fade_with_time():

@@ -1,6 +1,7 @@
 """Every mechanism runs with what it declares to need and nothing else, or is refused with a reason."""
 
 import copy
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from bandit_toys import ACTION, FIELDS
 from seeing_toys import INSTRUCTIONS, SeeingWorld, denoising_policy, token_policy
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, RobopolicyNote
 from robopolicy.core.extras import Extras, MissingExtraError
 from robopolicy.core.policy import is_condition, to_tensors
 from robopolicy.core.rollouts import Rollouts
@@ -20,7 +21,7 @@ from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.registry import Mechanism, Need, Slot, mechanism, mechanisms
 from robopolicy.training.acting import DemonstratingPolicy
-from robopolicy.training.collection import make_collector
+from robopolicy.training.collection import make_collector, note_idle_sampler
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import recompute_log_probs
 from robopolicy.training.finetune import FinetuneConfig, finetune
@@ -323,3 +324,28 @@ def test_a_teacher_plays_some_episodes_that_are_scored_as_own_ones():
         finetune(teacher, None, world, config, guidance=Guidance(teacher))
     with pytest.raises(ConfigError, match="needs a teacher"):
         finetune(policy, None, world, config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_initial_states": 2}, "plays all num_initial_states=2 with groups=2"),
+        ({"num_initial_states": 0}, "every iteration has new initial states"),
+        ({"num_initial_states": 8, "algorithm": "dppo", "advantage": None}, "learns from streams"),
+    ],
+)
+def test_a_sampler_that_has_nothing_to_choose_says_so(changes: dict, reason: str):
+    config = replace(CONFIG, advantage="grpo", sampler="sec")
+    changed = replace(config, **changes)
+    with pytest.warns(RobopolicyNote, match=f"sampler=sec has nothing to choose, since .*{reason}"):
+        note_idle_sampler(build_algorithm(changed), changed)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_initial_states": 8}, {"num_initial_states": 2, "sampler": "stages"}, {"sampler": None}]
+)
+def test_a_sampler_that_chooses_says_nothing(changes: dict):
+    config = replace(CONFIG, **{"advantage": "grpo", "sampler": "sec", **changes})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        note_idle_sampler(build_algorithm(config), config)

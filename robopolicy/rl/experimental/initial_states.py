@@ -63,20 +63,25 @@ class VadeSampler(Beliefs):
         super().observe(index, successes, episodes, advantage)
 
 
-def weighted_draw(weight: Array, count: int, generator: np.random.Generator) -> Array:
-    """Draw `count` different indices [n] with chances in proportion to `weight` [pool]."""
-    order = generator.permutation(len(weight))
-    # Efraimidis and Spirakis: the largest log(u) / weight are a weighted draw without replacement.
-    keys = np.log(np.maximum(generator.random(len(weight)), 1e-300)) / np.maximum(weight[order], 1e-12)
-    return order[np.argsort(-keys, kind="stable")[:count]]
+def draw_by_class(share: Array, classes: Array, count: int, generator: np.random.Generator) -> Array:
+    """Draw `count` different initial states [n]: the class of each with chances `share` [C], then one of it uniformly.
+
+    classes: [pool], the class of every initial state. A class of which none is left is drawn no more.
+    """
+    members = [generator.permutation(np.flatnonzero(classes == place)).tolist() for place in range(len(share))]
+    indices: list[int] = []
+    for _ in range(min(count, len(classes))):
+        chances = np.where([bool(each) for each in members], np.maximum(share, 1e-12), 0.0)
+        indices.append(members[generator.choice(len(share), p=chances / chances.sum())].pop())
+    return np.array(indices, dtype=np.int64)
 
 
 @mechanism(Slot.SAMPLER, "sec", source="SEC, self-evolving curriculum, arXiv:2505.14970")
 class SecSampler(Beliefs):
     """Bandit over categories (instructions: state i belongs to category i mod `categories`) with reward mean |A|.
 
-    Q <- (1 - rate) Q + rate mean |A|; categories are drawn with softmax(Q / temperature), initial states within them
-    uniformly.
+    Q <- (1 - rate) Q + rate mean |A| over a category's episodes; the category of each initial state is drawn with
+    softmax(Q / temperature), the state within it uniformly among those not drawn yet.
     """
 
     def __init__(self, *, categories: int = 4, rate: float = 0.3, temperature: float = 0.3):
@@ -90,13 +95,15 @@ class SecSampler(Beliefs):
         """Return initial states [n], with categories drawn by value."""
         scaled = (self.values - self.values.max()) / self.temperature
         share = np.exp(scaled) / np.exp(scaled).sum()
-        return weighted_draw(share[np.arange(pool) % self.categories], count, generator)
+        return draw_by_class(share, np.arange(pool) % self.categories, count, generator)
 
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
         """Move the value of every played category towards its mean |A|; arguments [n]."""
         super().observe(index, successes, episodes, advantage)
         for category in np.unique(index % self.categories):
-            reward = advantage[index % self.categories == category].mean()
+            members = index % self.categories == category
+            # Of episodes, not of initial states: groups may differ in size.
+            reward = np.average(advantage[members], weights=episodes[members])
             self.values[category] += self.rate * (reward - self.values[category])
 
     def state(self) -> dict[str, Any]:
@@ -174,8 +181,9 @@ class Stages(Beliefs):
     sorted by these rates, from easy to hard, into `parts` of equal size; the last one lasts to the end. keep < 1:
     DRIVE's second stage instead, in which every `rounds` proposals keep the hardest fraction `keep` of those left, by
     their rates so far; with a large finetune.group_size. by=instruction: AceReason, which finishes one domain before
-    the next: state i belongs to domain i mod `parts` (instructions). A longer horizon for a later stage is a run that
-    begins with the checkpoint of the one before.
+    the next: state i belongs to domain i mod `parts` (instructions). A stage with fewer initial states than
+    finetune.groups plays fewer groups. A longer horizon for a later stage is a run that begins with the checkpoint of
+    the one before.
     """
 
     def __init__(self, *, parts: int = 3, rounds: int = 20, keep: float = 1.0, by: str = "difficulty"):
@@ -190,22 +198,20 @@ class Stages(Beliefs):
         self.order: list[int] = []
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
-        """Return initial states [n] of the present stage, or unseen ones."""
+        """Return initial states [n] of the present stage alone, or unseen ones."""
         if self.by == "instruction":
             domain = min(self.proposals // self.rounds, self.parts - 1)
             candidates = np.arange(domain % self.parts, pool, self.parts)
         else:
             unseen_starts = np.array([number for number in range(pool) if number not in self.counts], dtype=int)
-            if len(unseen_starts):
-                return self._filled(unseen_starts, count, pool, generator)
+            if len(unseen_starts):  # filled up with others, which are measured once more
+                seen_starts = np.setdiff1d(np.arange(pool), unseen_starts)
+                parts = generator.permutation(unseen_starts), generator.permutation(seen_starts)
+                return np.concatenate(parts)[:count]
             candidates = self._of_difficulty(count, pool)
         self.proposals += 1
-        return self._filled(candidates, count, pool, generator)
-
-    def _filled(self, first: Array, count: int, pool: int, generator: np.random.Generator) -> Array:
-        """Return `count` indices, of `first` if they suffice, else also of the others."""
-        rest_of_pool = np.setdiff1d(np.arange(pool), first)
-        return np.concatenate([generator.permutation(first), generator.permutation(rest_of_pool)])[:count]
+        # Fewer than `count` where the stage has no more: others would be of another stage.
+        return generator.permutation(candidates)[:count]
 
     def _of_difficulty(self, count: int, pool: int) -> Array:
         stage, is_next = divmod(self.proposals, self.rounds)
@@ -280,10 +286,7 @@ class GroupDro(Beliefs):
         """Return initial states [n], with bins drawn by q."""
         bins = np.array([self.bin(number) for number in range(pool)])
         scores = np.array([0.0 if score is None else score for score in self.scores])
-        share = mixed_softmax(scores, self.sharpness, self.explore) / np.maximum(
-            np.bincount(bins, minlength=len(scores)), 1
-        )
-        return weighted_draw(share[bins], count, generator)
+        return draw_by_class(mixed_softmax(scores, self.sharpness, self.explore), bins, count, generator)
 
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
         """Update the scores of the played bins and the bins of the played initial states; arguments [n]."""

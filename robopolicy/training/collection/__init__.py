@@ -1,17 +1,19 @@
 """Rollout collectors: one protocol, and one collector for each way of interleaving collection and learning."""
 
+import warnings
 from dataclasses import replace
 
 import torch
 
 from robopolicy.core import replicas
+from robopolicy.core.errors import RobopolicyNote
 from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Trainable
 from robopolicy.core.world import World
 from robopolicy.nn.sharing import copy_trainable
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.preferences import Pairs
-from robopolicy.rl.registry import Need
+from robopolicy.rl.registry import Need, Slot
 from robopolicy.training.acting import Acting, TeacherSchedule
 from robopolicy.training.collection.copies import BackgroundCollector, DelayedCollector, PropsCollector
 from robopolicy.training.collection.episodes import (
@@ -38,6 +40,7 @@ __all__ = [
     "ShardWorkers",
     "StreamCollector",
     "make_collector",
+    "note_idle_sampler",
     "shared_by_replicas",
     "start_pool",
     "teacher_takes_over",
@@ -45,6 +48,22 @@ __all__ = [
 
 WHOLE = frozenset({Need.GROUPS, Need.EPISODES, Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
 """Needs that require whole episodes; without any of them, rollouts are continuous streams."""
+
+
+def note_idle_sampler(algorithm: Algorithm, config: FinetuneConfig) -> None:
+    """Note that the sampler of initial states has nothing to choose, and why."""
+    name = algorithm.resolved.slots[Slot.SAMPLER][0].entry.name
+    pool, groups = config.num_initial_states, config.groups
+    if not algorithm.needs & WHOLE:
+        reason = "this algorithm learns from streams, whose initial states are all new: choose one that compares groups"
+    elif not pool:
+        reason = "every iteration has new initial states: set num_initial_states to several times groups"
+    elif pool <= groups and name != "stages":  # which plays those of its stage alone
+        reason = f"every iteration plays all num_initial_states={pool} with groups={groups}: set it to more than that"
+    else:
+        return
+    if name != "uniform":
+        warnings.warn(f"sampler={name} has nothing to choose, since {reason}.", RobopolicyNote, stacklevel=3)
 
 
 def make_collector(
@@ -75,6 +94,7 @@ def make_collector(
         return StoredPairs(pairs, world.spec, policy, algorithm, config, seed, generator.device)
     require_one_player(algorithm, config)
     require_overlap(algorithm, config)
+    note_idle_sampler(algorithm, config)
 
     def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
         acts = None if acting is None else acting(actor)
@@ -103,9 +123,8 @@ def make_collector(
             groups=max(1, config.groups // config.props_parts),
             rollout_length=max(1, config.rollout_length // config.props_parts),
         )
-        instructions = world.spec.instructions
-        inner, past = in_turns(actor, share), config.props_past_iterations
-        return PropsCollector(inner, policy, actor, instructions, generator, config.props_parts, past=past)
+        arguments = in_turns(actor, share), policy, actor, world.spec.instructions, generator, config.props_parts
+        return PropsCollector(*arguments, past=config.props_past_iterations)
     if config.policy_lag:
         return DelayedCollector(in_turns(actor, config), policy, actor, config.policy_lag)
     return BackgroundCollector(

@@ -465,7 +465,7 @@ class EpisodeCollector:
         return [state for state, _ in start_states], [depth for _, depth in start_states]
 
     def _propose(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return seeds [n] and indices [n] of the initial states to play; n = count unless the pool is smaller.
+        """Return seeds [n] and indices [n] of the initial states to play; n = count unless the sampler wants fewer.
 
         name: of the draw.
         """
