@@ -111,7 +111,10 @@ def risk_po(
     sums has no deviation, and its A is not divided, since it is not centred as GRPO's is. The quantiles of X at
     the levels low and high, in (0, 1), are tracked over the run, starting from those of the first batch. The update is
     stochastic approximation, q += rate (level - fraction of X < q). Remaining groups form a smaller bundle; episodes
-    beyond the size of a bundle's smallest group get 0. Returns A [B, T], constant over an episode and never positive.
+    beyond the size of a bundle's smallest group get 0. The authors' scripts differ in how a sum's A is shared: divided
+    by the deviation of each episode's own group (high=.9, easy questions), or in proportion to its return minus that
+    group's mean (high=.8, hard ones); here it is their code's default, all the same. Returns A [B, T], constant over an
+    episode and never positive.
     For tokens, as in the paper, this reweights what is repeated; a Gaussian step is moved away from everything but the
     best.
     """
