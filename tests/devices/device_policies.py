@@ -29,12 +29,16 @@ from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.distill import few_step_student
 from robopolicy.training.fit import fit_stages
 from robopolicy.training.pretrain import pretrain
+from worldmodels.configuration import VideoConfig
 
 SMALL = {"width": 16, "depth": 1, "heads": 2, "batch_size": 8, "sampling_steps": 3, "prediction_steps": 4, "chunk": 2}
 """What is made small wherever a configuration has it."""
 TOKEN = TokenConfig(width=16, depth=1, heads=2, feed_forward=16, bins=9, patch=8)
 IMAGE = ImageEncoderConfig(features=8, channels=(8, 8, 8), random_shift=2)
-FIT = FitConfig(steps=2, learning_rate=1e-3, warmup=1)
+VIDEO = VideoConfig(
+    size="tiny", channels=(8, 16, 16), width=32, depth=1, heads=2, recent=1, memory=0, chunk=2, bootstrap_fraction=0.0
+)
+FIT = FitConfig(steps=2, learning_rate=5e-4, warmup=1)
 LANGUAGE = replace(STATES, instructions=TEXTS)
 DENOISING: dict[str, tuple[dict[str, Any], WorldSpec]] = {
     **{kind.value: ({"denoiser": kind}, STATES) for kind in DenoiserKind},
@@ -50,6 +54,7 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], WorldSpec]]] = {
         **{f"predicts {kind.value}": ({"prediction": kind, "denoising_steps": 20}, STATES) for kind in Prediction},
     },
     "flow": {**DENOISING, **{f"noise {kind.value}": ({"flow_noise": kind}, STATES) for kind in FlowNoise}},
+    "joint_video": {"images": ({"video": VIDEO, "futures": 1, "values": 1}, IMAGES)},
     "token": {
         **{kind.value: ({"token": replace(TOKEN, actions=kind)}, LANGUAGE) for kind in ActionTokens},
         **{kind.value: ({"token": replace(TOKEN, decoding=kind)}, STATES) for kind in TokenDecoding},
