@@ -67,7 +67,7 @@ AGENT_KINDS: Mapping[str, tuple[str, AgentConfig]] = {
 }
 """What bench.only names -> registered agent and its settings. bc: TD3+BC without its value term."""
 DATA = {"real": "real", "imaginary": "and imaginary of the novel", "bound": "and real of the novel"}
-UPDATES, BATCH = 20_000, 256
+UPDATES, BATCH = 10_000, 256
 NOVEL = 300
 """Rollouts of each tier: real ones, and initial states from which one is imagined."""
 EPISODES = 100
