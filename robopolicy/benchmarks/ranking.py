@@ -73,7 +73,11 @@ MODELS = {
             "worldmodel.fit.steps=2000",
             "worldmodel.config.ensemble.members=3",
         ),
-        {"pick_place": ("world.cameras=[front,wrist]",), "push_t": ("worldmodel.transitions=80000",)},
+        {
+            "push_cube": ("worldmodel.transitions=60000", "worldmodel.fit.steps=5000"),
+            "pick_place": ("world.cameras=[front,wrist]",),
+            "push_t": ("worldmodel.transitions=80000",),
+        },
     ),
     **{kind: Changes(settings) for kind, settings in IMAGE_MODELS.items()},
 }
