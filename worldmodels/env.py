@@ -14,11 +14,12 @@ from robopolicy.core.action_bounds import clip_if_bounded
 from robopolicy.core.episode_rows import Advanced, EpisodeRows, require_sizes
 from robopolicy.core.errors import ConfigError, NonFiniteError
 from robopolicy.core.history import repeat_last_valid
-from robopolicy.core.randomness import numpy_generator
+from robopolicy.core.randomness import derive_keys, numpy_generator
 from robopolicy.core.returns import SUCCESS
 from robopolicy.core.spec import TASK, Observation, WorldSpec, check_finite, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
 from worldmodels.protocol import ChunkModel, Context, DecoderFree, Imagined, Latent, Starts, WorldModel, merge_steps
+from worldmodels.readout import inner_model
 
 PENALTY = "uncertainty"
 """Name of the reward term of the uncertainty penalty."""
@@ -74,9 +75,11 @@ class ImaginedWorld:
     anywhere in it. batch_size: rows B; history: H frames; truncation: when imagination is truncated. penalty: penalty
     per unit of uncertainty, a separate reward term (MOPO, Yu et al. 2020, arXiv:2005.13239). debounce: number of
     consecutive predicted-success steps required for success. seed: of the generator of episode seeds when `reset` is
-    given none. criterion: decides success from the imagined vectors, instead of the model. If success is defined by an
-    episode's return (`WorldSpec.least_return`), it is the imagined return at
-    the end; an episode truncated before has not succeeded. Raises ConfigError on sizes below 1 and a negative penalty.
+    given none. criterion: decides success from the imagined vectors, instead of the model. noises: number of times that
+    the same actions are imagined, each under noise of its own; the policy sees the first, and an episode succeeds once
+    all have, so that success does not hang on the model's noise (after RAW-Dream, arXiv:2605.12334). If success is
+    defined by an episode's return (`WorldSpec.least_return`), it is the imagined return at the end; an episode
+    truncated before has not succeeded. Raises ConfigError on sizes below 1 and a negative penalty.
     """
 
     def __init__(
@@ -91,8 +94,11 @@ class ImaginedWorld:
         debounce: int = 1,
         seed: int = 0,
         criterion: StateCriterion | None = None,
+        noises: int = 1,
     ):
-        require_sizes(batch_size=batch_size, history=history, debounce=debounce)
+        require_sizes(batch_size=batch_size, history=history, debounce=debounce, noises=noises)
+        if noises > 1 and model.spec.least_return is not None:
+            raise ConfigError(f"noises={noises} needs success that a step shows, and here an episode's return decides.")
         if penalty < 0:
             raise ConfigError(f"penalty={penalty} must be at least 0: it is the penalty per unit of uncertainty.")
         self.model, self._starts = model, starts
@@ -106,7 +112,7 @@ class ImaginedWorld:
         self._episodes = EpisodeRows(
             self._spec, batch_size, lambda count: generator.integers(0, 2**62, count), cuts=True
         )
-        self._latent: Latent = {}
+        self._latents: list[Latent] = [{} for _ in range(noises)]
 
     @property
     def spec(self) -> WorldSpec:
@@ -129,11 +135,14 @@ class ImaginedWorld:
             raise ConfigError(f"An imagined world takes no reset options, got {sorted(options)}.")
         index, episode_seeds = self._episodes.reset_rows(rows, seeds)
         context = self._starts(episode_seeds)
-        latent = self.model.initial(context, episode_seeds)
-        self._latent = _scatter(self._latent, latent, index, self._batch_size)
+        starts = [self.model.initial(context, seeds) for seeds in self._noise_seeds(episode_seeds)]
+        pairs = zip(self._latents, starts, strict=True)
+        self._latents = [_scatter(latent, start, index, self._batch_size) for latent, start in pairs]
         instruction = 0 if context.task is None else self._episodes.instruction_index(context.task)
         counters = {"streak": np.zeros(len(index), dtype=np.int64), "paid": np.zeros(len(index))}
-        self._episodes.start(index, self._first_frames(context, latent), instruction=instruction, own=counters)
+        if len(starts) > 1:
+            counters["succeeded"] = np.zeros((len(index), len(starts)), dtype=bool)
+        self._episodes.start(index, self._first_frames(context, starts[0]), instruction=instruction, own=counters)
         return self._episodes.observation()
 
     def step(self, actions: np.ndarray) -> Step:
@@ -154,10 +163,11 @@ class ImaginedWorld:
             limit = min(self._spec.horizon, self._truncation.steps or self._spec.horizon)
             # The row with the most steps left decides how many are imagined; the others' surplus steps are not valid.
             count = min(shape[1], limit - int(arrays["steps"][index].min()))
-            future = self._imagine(executed_actions[:, :count], index)
+            futures = [self._imagine(executed_actions[:, :count], index, noise) for noise in range(len(self._latents))]
             if self._criterion is not None:
-                texts = [self._spec.meaning(text) for text in episodes.instructions()[index]]
-                future = self._criterion.applied(future, np.array(texts))
+                texts = np.array([self._spec.meaning(text) for text in episodes.instructions()[index]])
+                futures = [self._criterion.applied(each, texts) for each in futures]
+            future = futures[0] if len(futures) == 1 else self._agreed(index, futures)
             progress = self._advance(index, future)
             path = self._seen(index, future, progress)
             for key, frames in path.items():
@@ -178,7 +188,12 @@ class ImaginedWorld:
         Raises SpecError on invalid rows and before the first reset.
         """
         arrays, index = self._episodes.snapshot(rows), self._episodes.index(rows)
-        return Snapshot({f"latent/{name}": value.cpu().numpy()[index] for name, value in self._latent.items()} | arrays)
+        latents = {
+            f"{_prefix(noise)}{name}": value.cpu().numpy()[index]
+            for noise, latent in enumerate(self._latents)
+            for name, value in latent.items()
+        }
+        return Snapshot(latents | arrays)
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
         """Overwrite `rows` with a snapshot and return all rows' observation [B, H, ...].
@@ -186,12 +201,13 @@ class ImaginedWorld:
         Raises SpecError when the snapshot does not match the rows and this world.
         """
         index = self._episodes.restore(snapshot, rows)
-        latent = {
-            name.removeprefix("latent/"): torch.from_numpy(np.ascontiguousarray(value))
-            for name, value in snapshot.arrays.items()
-            if name.startswith("latent/")
-        }
-        self._latent = _scatter(self._latent, latent, index, self._batch_size)
+        for noise, latents in enumerate(self._latents):
+            latent = {
+                name.removeprefix(_prefix(noise)): torch.from_numpy(np.ascontiguousarray(value))
+                for name, value in snapshot.arrays.items()
+                if name.startswith(_prefix(noise))
+            }
+            self._latents[noise] = _scatter(latents, latent, index, self._batch_size)
         return self._episodes.observation()
 
     def close(self) -> None:
@@ -209,13 +225,34 @@ class ImaginedWorld:
             check_finite(f"the first {key}", frame)
         return frames
 
-    def _imagine(self, actions: np.ndarray, index: slice | np.ndarray) -> Imagined:
-        """Return the outcome of a chunk [B, C, A] in the running rows `index` [R]: [R, C, ...], including steps after
-        an episode's end.
+    def _noise_seeds(self, episode_seeds: np.ndarray) -> list[np.ndarray]:
+        """Return the seeds [R] of the model's noise, for each of the `noises`; the first are those of the episodes."""
+        return [episode_seeds, *(derive_keys(noise, episode_seeds) for noise in range(1, len(self._latents)))]
+
+    def _agreed(self, index: slice | np.ndarray, futures: Sequence[Imagined]) -> Imagined:
+        """Return the first of several outcomes [R, C, ...] of the same actions in the rows `index`, with success from
+        the step on by which all have succeeded.
         """
-        all_rows, device = isinstance(index, slice), next(iter(self._latent.values())).device
+        first, succeeded = futures[0], self._episodes.arrays["succeeded"]
+        by_now = np.stack([future.success.cpu().numpy() for future in futures], -1)
+        by_now = np.logical_or.accumulate(by_now, axis=1) | succeeded[index, None]
+        succeeded[index] = by_now[:, -1]
+        success = torch.from_numpy(by_now.all(-1)).to(first.success)
+        rewards = dict(first.rewards)
+        if SUCCESS in rewards:
+            bonus = self._criterion.bonus if self._criterion else getattr(inner_model(self.model), "success_bonus", 0.0)
+            rewards[SUCCESS] = bonus * success.to(rewards[SUCCESS].dtype)
+        ends = first.terminated & ~first.success | (success if self._spec.terminate_on_success else False)
+        return replace(first, success=success, rewards=rewards, terminated=ends)
+
+    def _imagine(self, actions: np.ndarray, index: slice | np.ndarray, noise: int) -> Imagined:
+        """Return the outcome of a chunk [B, C, A] in the running rows `index` [R] under one of the noises: [R, C, ...],
+        including steps after an episode's end.
+        """
+        latents, all_rows = self._latents[noise], isinstance(index, slice)
+        device = next(iter(latents.values())).device
         rows = torch.from_numpy(np.arange(self._batch_size)[index]).to(device)
-        latent = self._latent if all_rows else {name: value[rows] for name, value in self._latent.items()}
+        latent = latents if all_rows else {name: value[rows] for name, value in latents.items()}
         chunk, outcomes = torch.from_numpy(actions[index]).to(device), list[Imagined]()
         with torch.no_grad():
             if isinstance(self.model, ChunkModel):
@@ -224,7 +261,7 @@ class ImaginedWorld:
                 for action in chunk.unbind(1):
                     latent, outcome = self.model.imagine(latent, action)
                     outcomes.append(outcome)
-        self._latent = latent if all_rows else _scatter(self._latent, latent, rows.cpu().numpy(), self._batch_size)
+        self._latents[noise] = latent if all_rows else _scatter(latents, latent, rows.cpu().numpy(), self._batch_size)
         return merge_steps(outcomes, lambda steps: torch.stack(steps, 1))
 
     def _advance(self, index: slice | np.ndarray, future: Imagined) -> Advanced:
@@ -288,6 +325,11 @@ class ImaginedWorld:
         if self._truncation.uncertainty is not None:
             truncated |= uncertainty > self._truncation.uncertainty
         return truncated
+
+
+def _prefix(noise: int) -> str:
+    """Return the prefix of the names of a latent in snapshots."""
+    return f"latent_{noise}/" if noise else "latent/"
 
 
 def _scatter(whole: Latent, part: Latent, index: np.ndarray, rows: int) -> Latent:

@@ -353,6 +353,7 @@ def _imagined_world(
         debounce=imagination.debounce,
         seed=seed,
         criterion=criterion,
+        noises=imagination.noises,
     )
     return with_faults_of(section.options, world)
 

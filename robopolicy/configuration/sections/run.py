@@ -99,6 +99,10 @@ class ImaginationSection:
     """
     debounce: Count = 1
     """Number of consecutive steps that must be predicted successful before success counts."""
+    noises: Count = 1
+    """Number of times that the same actions are imagined, each under noise of its own: success counts once all have
+    succeeded, so that it does not hang on the model's noise. The time of imagination grows by this factor.
+    """
     initial_states: Literal["simulator", "data", "keyframes"] = "simulator"
     """Initial states of imagined episodes: simulator (its initial states, paired with real episodes), any step of the
     dataset world.data (default: the model's own), or keyframes, the steps of its successful episodes at which progress

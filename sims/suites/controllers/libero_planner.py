@@ -719,7 +719,7 @@ class Planner:
         front = centre + out * (depth.max() - centre @ out)
         table = table_points(centre, self._floor)
         obstacles, fixed = (np.concatenate([points[each], table]) for each in (~mine, ~mine & ~self._movable))
-        found = []
+        grasps = []
         for tilt in np.radians(np.arange(0, 65 if pulls else 90, 5)):
             approach = -np.cos(tilt) * out - np.sin(tilt) * UP
             position = front + approach * (0.004 if pulls else -TIP)
@@ -733,8 +733,8 @@ class Planner:
                     # What can move rides along in a drawer; upper drawers' handles stand in a hand's way at the end.
                     end = self._along(joint, position, rotation, share * by)
                     there = 0 if pulls else int(hand_hits(fixed, *end, 0.0).sum())
-                    found.append((cost + there / 100 + 2 * (1 - share), share, Grasp(position, rotation, -hits)))
-        for _, share, grasp in sorted(found, key=lambda each: each[0]):
+                    grasps.append((cost + there / 100 + 2 * (1 - share), share, Grasp(position, rotation, -hits)))
+        for _, share, grasp in sorted(grasps, key=lambda each: each[0]):
             for follows in (1.0,) if slides else (1.0, 0.7, 0.4, 0.1):
                 hold = Hold(grasp, pulls, share * by, follows)
                 if self._follows(joint, hold):
