@@ -306,7 +306,7 @@ def test_the_discriminators_difference_becomes_the_log_ratio_of_the_densities():
     rollouts.actions[:] = mine[:, None, None, None]
     rollouts.observation[STATE][:] = 0
     torch.manual_seed(0)
-    model = Discriminator(tools(Interpolating(), Teaching()), epochs=150, minibatch=count, width=16, rate=2e-2)
+    model = Discriminator(tools(Interpolating(), Teaching()), epochs=150, minibatch=count, width=16, rate=2e-2, draws=0)
     annotated_rollouts = model.annotate(rollouts, context())
     preference = annotated_rollouts.extras["preference"][:, 0]
     at = [float(preference[mine == action][0]) for action in (-1.0, 0.0, 1.0)]
@@ -316,6 +316,32 @@ def test_the_discriminators_difference_becomes_the_log_ratio_of_the_densities():
     advantage = discriminator(annotated_rollouts, context())[:, 0]
     expected = (preference - preference.mean()) / preference.std(unbiased=False)
     torch.testing.assert_close(advantage, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.checks("models/discriminator", "AFD")
+def test_a_chunk_is_compared_with_others_of_its_state_by_the_discriminator():
+    """D = 10 s + the sum of a chunk's actions: pairs of one state say nothing of the 10, which must not count."""
+
+    class Acting(nn.Module):
+        answers = iter((0.0, 1.0, 0.5, 0.5) * 2)
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+            self.spec = SimpleNamespace(chunk=2, action=Field((1,)))
+
+        def act(self, observation, generator, *, deterministic=False) -> Decision:
+            return Decision(torch.full((len(observation[STATE]), 2, 1), next(self.answers)))
+
+    rollouts = make_rollouts([1, 1, 1, 1], [0, 1, 2, 3])
+    rollouts.observation[STATE][:] = torch.tensor([0.0, 0.0, 3.0, 3.0])[:, None, None, None]
+    rollouts.actions[:] = torch.tensor([0.0, 1.0, 0.0, 1.0])[:, None, None, None]
+    model = Discriminator(tools(Acting(), Acting()), epochs=0)
+    model.network.forward = lambda state, action: (10 * state[STATE][:, -1, :1] + action.sum(-1, keepdim=True)).float()
+    Acting.answers = iter((9.0, 0.0, 1.0, 0.5, 0.5))  # the teacher's, then four of the student: their mean is .5
+    annotated_rollouts = model.annotate(rollouts, context())
+    assert annotated_rollouts.extras["preference"][:, 0].tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0])
+    assert discriminator(annotated_rollouts, context())[:, 0].tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0])
 
 
 CONFIG = FinetuneConfig(

@@ -346,10 +346,10 @@ def flow_values(rollouts: Rollouts, context: Context) -> Tensor:
 
 @mechanism(Slot.ADVANTAGE, "discriminator", source="AFD, arXiv:2605.26105", needs=(Need.PREFERENCE,))
 def discriminator(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = D(s, a) - mean D: teacher-likeness of a chunk relative to the student's average.
+    """A = D(s, a) - mean D: teacher-likeness of a chunk relative to the student's average in its state.
 
-    D is the side model discriminator; standardised over the batch of the student's own chunks. Reads
-    extras["preference"] [B, T]; returns A [B, T].
+    D is the side model discriminator, which subtracts that average; standardised over the batch of the student's own
+    chunks. Reads extras["preference"] [B, T]; returns A [B, T].
     """
     return standardise(rollouts.extras["preference"], rollouts.alive)
 

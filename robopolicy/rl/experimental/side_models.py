@@ -34,17 +34,29 @@ from robopolicy.rl.side_models import (
 class Discriminator(SidePerceptron):
     """Discriminate the teacher's action chunks from the student's in the states that the student visits.
 
-    Bradley-Terry: -log sigmoid(D(s, teacher's) - D(s, student's)). Adds extras["preference"] [B, T] = D(s, student's),
-    which advantage=discriminator converts to the teacher-likeness of a chunk; the teacher may be any policy, and its
+    Bradley-Terry: -log sigmoid(D(s, teacher's) - D(s, student's)). Adds extras["preference"] [B, T], D(s, student's)
+    minus the mean of D over `draws` other chunks of the student in s: pairs are of one state, so their loss leaves D
+    free to differ from state to state by any amount, and the paper compares rollouts of one prompt too.
+    advantage=discriminator makes of it the teacher-likeness of a chunk; the teacher may be any policy, and its
     probabilities are not needed.
     """
 
-    def __init__(self, tools: Tools, *, rate: float = 1e-3, epochs: int = 4, minibatch: int = 1024, width: int = 256):
+    def __init__(
+        self,
+        tools: Tools,
+        *,
+        rate: float = 1e-3,
+        epochs: int = 4,
+        minibatch: int = 1024,
+        width: int = 256,
+        draws: int = 4,
+    ):
         spec = tools.policy.spec
         super().__init__(StatePerceptron(tools, spec.chunk * spec.action.size, 1, width).to(device_of(tools)), rate)
         self.tools = tools
         self.epochs = epochs
         self.minibatch = minibatch
+        self.draws = draws
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Query the teacher's action in every state, train, then add the preferences."""
@@ -61,6 +73,9 @@ class Discriminator(SidePerceptron):
             self.step(functional.softplus(-margin).mean())
         with torch.no_grad():
             preferences = self.network(features, policy_actions).squeeze(-1)
+            for _ in range(self.draws):
+                other = self.tools.policy.act(observation, context.generator).actions[:, :chunk].flatten(1)
+                preferences = preferences - self.network(features, other).squeeze(-1) / self.draws
         return rollouts.with_extras(
             preference=torch.zeros(alive.shape, device=alive.device).index_put((alive,), preferences)
         )
