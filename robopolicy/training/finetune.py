@@ -464,9 +464,12 @@ class _Finetuning:
         # Decoupled PPO: the behaviour policy is too old to clip around, so the present policy, before the update, is
         # the proximal one.
         if bool(stale.any()) and self.config.proximal_policy == "current":
-            prepared_rollouts = replace(
-                prepared_rollouts, logp_proximal=recompute_log_probs(prepared_rollouts, self.policy, instructions)[0]
-            )
+            proximal = recompute_log_probs(prepared_rollouts, self.policy, instructions)[0]
+            helped = prepared_rollouts.extras.helped
+            # What was chosen under other words than it is scored under has its ratio to the policy that heard them.
+            if helped is not None and getattr(self.algorithm.allocator(), "forget", False):
+                proximal = torch.where(helped[..., None], prepared_rollouts.logp_behaviour, proximal)
+            prepared_rollouts = replace(prepared_rollouts, logp_proximal=proximal)
         return with_reference(prepared_rollouts, self.algorithm.needs, self.learner.base, instructions)
 
     def _build_models(self, base: ScoredPolicy | None) -> dict[str, SideModel]:

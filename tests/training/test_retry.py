@@ -20,6 +20,7 @@ from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import episode_metrics, recompute_log_probs
 from robopolicy.training.finetune import finetune
 from robopolicy.training.needs import add_group_rates
+from robopolicy.training.update import Learner
 
 CONFIG = FinetuneConfig(
     algorithm="grpo",
@@ -134,6 +135,29 @@ def test_a_run_learns_from_helped_episodes(changes: dict):
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     finetune(policy, None, world, replace(CONFIG, **changes))
     assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+@pytest.mark.checks("allocator/retry_wording", "Guide-GRPO")
+def test_the_ratio_is_to_the_policy_with_help_also_where_data_are_old(monkeypatch: pytest.MonkeyPatch):
+    """Old data are clipped around the present policy; but under the plain words that would make the ratio 1."""
+    updates: list[Rollouts] = []
+    update = Learner.update
+
+    def spy(self, rollouts, *arguments, **options):
+        updates.append(rollouts)
+        return update(self, rollouts, *arguments, **options)
+
+    monkeypatch.setattr(Learner, "update", spy)
+    world = Advised(6)
+    policy = token_policy(world)
+    policy.prepare_finetuning()
+    finetune(policy, None, world, replace(CONFIG, policy_lag=1, learning_rate=1e-2))
+    old = updates[1]
+    helped = old.extras["helped"] & old.alive
+    assert bool(helped.any()) and old.logp_proximal is not None and bool((old.policy_version[old.alive] == 0).all())
+    assert torch.equal(old.proximal[helped], old.logp_behaviour[helped].to(old.proximal.dtype))
+    others = old.alive & ~helped
+    assert not torch.allclose(old.proximal[others], old.logp_behaviour[others].to(old.proximal.dtype))
 
 
 def test_help_is_refused_where_groups_are_used_as_soon_as_they_are_complete():
