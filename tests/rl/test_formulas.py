@@ -194,8 +194,15 @@ def test_risk_po_scores_bundles_against_quantiles_that_it_tracks():
         [value / spread[number > 3] for number, value in enumerate(expected)], abs=1e-4
     )
     first = replace(CONTEXT, memory={})
-    experimental_advantages.risk_po(rollouts, first, bundle=2, rate=0.0)
+    experimental_advantages.risk_po(rollouts, first, bundle=2)
     assert first.memory["risk_po"] == pytest.approx(np.quantile([3, 0, 3, 1, 4], [0.2, 0.8]).tolist())
+    # Sums 2 and 1: half of them lie below either quantile, but they are the first batch's own and stay.
+    few = make_rollouts([1] * 4, [0, 0, 1, 1], [1.0, 0.0, 1.0, 1.0], steps=1)
+    first = replace(CONTEXT, memory={})
+    experimental_advantages.risk_po(few, first, bundle=2, high=0.9)
+    assert first.memory["risk_po"] == pytest.approx([1.2, 1.9])
+    experimental_advantages.risk_po(few, first, bundle=2, high=0.9)
+    assert first.memory["risk_po"] == pytest.approx([1.17, 1.94])
 
 
 def test_risk_po_leaves_out_what_is_beyond_the_smallest_group_of_a_bundle():

@@ -108,15 +108,14 @@ def risk_po(
         range = [(X - q_low)+ - (X - q_high)+ + q_low - q_high] / (high - low),   worst = -(q_low - X)+ / low
 
     A, divided by the bundle's standard deviation if `scale`, applies to all episodes that X sums; a bundle of equal
-    sums has no deviation, and its A is not divided, since it is not centred as GRPO's is. The quantiles of X at
-    the levels low and high, in (0, 1), are tracked over the run, starting from those of the first batch. The update is
-    stochastic approximation, q += rate (level - fraction of X < q). Remaining groups form a smaller bundle; episodes
-    beyond the size of a bundle's smallest group get 0. The authors' scripts differ in how a sum's A is shared: divided
-    by the deviation of each episode's own group (high=.9, easy questions), or in proportion to its return minus that
-    group's mean (high=.8, hard ones); here it is their code's default, all the same. Returns A [B, T], constant over an
-    episode and never positive.
-    For tokens, as in the paper, this reweights what is repeated; a Gaussian step is moved away from everything but the
-    best.
+    sums has no deviation, and its A is not divided, since it is not centred as GRPO's is. The quantiles of X at the
+    levels low and high, in (0, 1), are tracked over the run, starting from those of the first batch. The update by
+    later ones is stochastic approximation, q += rate (level - fraction of X < q). Remaining groups form a smaller
+    bundle; episodes beyond the size of a bundle's smallest group get 0. The authors' scripts differ in how a sum's A is
+    shared: divided by the deviation of each episode's own group (high=.9, easy questions), or in proportion to its
+    return minus that group's mean (high=.8, hard ones); here it is their code's default, all the same. Returns A [B,
+    T], constant over an episode and never positive. For tokens, as in the paper, this reweights what is repeated; a
+    Gaussian step is moved away from everything but the best.
     """
     returns, counts, groups = outcomes(rollouts)
     # Number of an episode within its group, in the order of play.
@@ -131,7 +130,8 @@ def risk_po(
     quantiles: list[float] = context.memory.get("risk_po", [])
     q_low, q_high = quantiles or [float(quantile(scores, level)) for level in (low, high)]
     below_low, below_high = (float((scores < bound).float().mean()) for bound in (q_low, q_high))
-    # A quantile rises while fewer than its level lie below it.
+    # A quantile rises while fewer than its level lie below it. The first batch, whose own they are, moves none.
+    rate = rate if quantiles else 0.0
     context.memory["risk_po"] = [q_low + rate * (low - below_low), q_high + rate * (high - below_high)]
     middle = (score - q_low).clamp(min=0) - (score - q_high).clamp(min=0) + q_low - q_high
     value = (middle / (high - low) - tail * (q_low - score).clamp(min=0) / low) / (1 + tail)
