@@ -361,6 +361,7 @@ def egae(rollouts: Rollouts, context: Context) -> Tensor:
     T-PPO sets V(s_{l+1}) = V(s_l) at the truncation because it has no next state; here the world provides it, so
     V(s_{l+1}) itself is used. Its critic learns only from finished episodes, by their discounted returns
     (`finished_returns`). Deviation: in the paper it learns from all of a finished episode, here from what lies in the
-    window in which it ends, so that a window should hold the greater part of an episode. Reads extras["advantage_gae"] [B, T]; returns A [B, T], standardised over the batch.
+    window in which it ends, so that a window should hold the greater part of an episode. Reads extras["advantage_gae"]
+    [B, T]; returns A [B, T], standardised over the batch.
     """
     return standardise(rollouts.extras["advantage_gae"], rollouts.alive)
