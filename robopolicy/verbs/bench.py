@@ -30,6 +30,7 @@ World models:
 - imagined_tasks: offline agents on tasks of which there are only imaginary rollouts (ImagineBench), with their bound.
 - imagination: fine-tuning inside world models, evaluated in the simulator, also with narrow data.
 - test_time_planning: planning without training.
+- goals: planning towards goal pictures, next to LeWM's own code (package stable-worldmodel).
 - edge_of_reach: values in a perfect model, and methods that bound them.
 - trajectories: accuracy of guided trajectories, and their use as training data.
 - coplanner: accuracy of cautious plans, and the benefit of exploring ones.
@@ -122,6 +123,7 @@ BENCHMARKS = Registry(
             "ranking",
             "imagination",
             "test_time_planning",
+            "goals",
             "edge_of_reach",
             "trajectories",
             "coplanner",

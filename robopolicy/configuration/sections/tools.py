@@ -23,7 +23,8 @@ class BenchSection:
     """
     tasks: Annotated[tuple[str, ...], NonEmpty()] = ("push_cube", "pick_place")
     """Tasks to run; used by the benchmarks algorithms, collection, inference, sight, delay, ranking, imagination,
-    test_time_planning, offline, online, corrections (pick_place, stack), detectors, gate and rl100.
+    test_time_planning, goals (push_cube, push_t), offline, online, corrections (pick_place, stack), detectors, gate and
+    rl100.
     """
     seeds: Annotated[tuple[Seed, ...], NonEmpty()] = (0, 1, 2)
     """Random seeds, one run per seed; used by all benchmarks except sims, libero, libero_replay, robosuite and
@@ -31,13 +32,13 @@ class BenchSection:
     """
     only: tuple[str, ...] = ()
     """Parts of the benchmark to run: recipes, methods (algorithms), policies (collection, inference), chunkings
-    (delay), ablations (mechanisms), papers, experimental arms (corrections, edge_of_reach, imagination, libero_rl,
-    online, language, ranking, sight), agents (imagined_tasks), plans (test_time_planning), suites (libero_replay) or
-    parts (gate: candidates, rounds; offline: ways, agents, deployment, corrections; gpu: physics, states, cameras,
-    smolvla, world_models, inference); [] for all.
+    (delay), ablations (mechanisms), papers, experimental arms (corrections, edge_of_reach, goals, imagination,
+    libero_rl, online, language, ranking, sight), agents (imagined_tasks), plans (test_time_planning), suites
+    (libero_replay) or parts (gate: candidates, rounds; offline: ways, agents, deployment, corrections; gpu: physics,
+    states, cameras, smolvla, world_models, inference); [] for all.
     """
     tiny: bool = False
-    """gpu, dppo: measure tiny sizes, as a trial of the script."""
+    """gpu, dppo, goals: measure tiny sizes, as a trial of the script."""
     dppo: Path | None = None
     """dppo: folder of a checkout of https://github.com/irom-lab/dppo."""
     overrides: tuple[str, ...] = ()
