@@ -147,6 +147,18 @@ def recompute_log_probs(
     return tuple(empty.index_put((alive,), part) for part in scores)  # type: ignore[return-value]
 
 
+def with_proximal(rollouts: Rollouts, logp: Tensor, *, forgets_help: bool) -> Rollouts:
+    """Return the rollouts with log-probabilities of the proximal policy, [B, T, K].
+
+    forgets_help: chunks of helped episodes were chosen under other words than they are scored under, so their ratio is
+    to the policy that acted, which heard the help.
+    """
+    helped = rollouts.extras.helped
+    if forgets_help and helped is not None:
+        logp = torch.where(helped[..., None], rollouts.logp_behaviour.to(logp.dtype), logp)
+    return replace(rollouts, logp_proximal=logp)
+
+
 def _gathered(
     rollouts: Rollouts, where: Tensor, instructions: tuple[str, ...], *, images: bool
 ) -> Iterator[tuple[TensorObservation, dict[str, Tensor]]]:

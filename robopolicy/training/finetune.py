@@ -12,7 +12,7 @@ also resumes the unfinished episodes in the checkpoint.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -57,6 +57,7 @@ from robopolicy.training.experience import (
     recompute_log_probs,
     require_lowering,
     require_same_scores,
+    with_proximal,
     with_values,
 )
 from robopolicy.training.guidance import Guidance
@@ -464,12 +465,8 @@ class _Finetuning:
         # Decoupled PPO: the behaviour policy is too old to clip around, so the present policy, before the update, is
         # the proximal one.
         if bool(stale.any()) and self.config.proximal_policy == "current":
-            proximal = recompute_log_probs(prepared_rollouts, self.policy, instructions)[0]
-            helped = prepared_rollouts.extras.helped
-            # What was chosen under other words than it is scored under has its ratio to the policy that heard them.
-            if helped is not None and getattr(self.algorithm.allocator(), "forget", False):
-                proximal = torch.where(helped[..., None], prepared_rollouts.logp_behaviour, proximal)
-            prepared_rollouts = replace(prepared_rollouts, logp_proximal=proximal)
+            proximal, _ = recompute_log_probs(prepared_rollouts, self.policy, instructions)
+            prepared_rollouts = with_proximal(prepared_rollouts, proximal, forgets_help=self.learner.forgets_help)
         return with_reference(prepared_rollouts, self.algorithm.needs, self.learner.base, instructions)
 
     def _build_models(self, base: ScoredPolicy | None) -> dict[str, SideModel]:

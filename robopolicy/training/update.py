@@ -55,7 +55,7 @@ from robopolicy.rl.objective import (
 )
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import LOG_RATIO_CLAMP, FinetuneConfig
-from robopolicy.training.experience import decisions_at, reads_images
+from robopolicy.training.experience import decisions_at, reads_images, with_proximal
 
 WHOLE = frozenset({Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
 TotalWeight = Callable[[Tensor, Rollouts], Tensor]
@@ -120,6 +120,7 @@ class Learner:
         self.teacher = teacher
         self.models, self.experts = models or {}, experts
         self.algorithm = algorithm
+        self.forgets_help = bool(getattr(algorithm.allocator(), "forget", False))
         self.config = config
         self.instructions = instructions
         self.parameters = list(policy.trainable_parameters())
@@ -283,7 +284,8 @@ class Learner:
             # From the moving average, step by step, as it is now: PPO-EWMA's proximal policy.
             average_logp = part.gathered(self.average.log_prob(observation, latents))
             proximal = whole_logp.masked_scatter(alive[..., None], average_logp)
-            batch = replace(batch, logp_proximal=batch.proximal.float().scatter(-1, step, proximal))
+            proximal = batch.proximal.float().scatter(-1, step, proximal)
+            batch = with_proximal(batch, proximal, forgets_help=self.forgets_help)
         # Detached: the gradient runs through logp in `policy_loss` alone, never through ratios.
         scored_batch = self._score(batch, whole_logp, step, scores, part, context.share)
         scored_batch = replace(scored_batch, generator=draws)

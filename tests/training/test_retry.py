@@ -17,7 +17,7 @@ from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
-from robopolicy.training.experience import episode_metrics, recompute_log_probs
+from robopolicy.training.experience import episode_metrics, recompute_log_probs, with_proximal
 from robopolicy.training.finetune import finetune
 from robopolicy.training.needs import add_group_rates
 from robopolicy.training.update import Learner
@@ -135,6 +135,41 @@ def test_a_run_learns_from_helped_episodes(changes: dict):
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     finetune(policy, None, world, replace(CONFIG, **changes))
     assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+@pytest.mark.checks("allocator/retry_wording", "Guide-GRPO")
+@pytest.mark.parametrize("words_of_their_own", [False, True])
+def test_forgotten_help_has_no_proximal_policy_but_the_one_that_acted(words_of_their_own: bool):
+    rollouts = make_rollouts([2, 2], [0, 0])
+    rollouts = rollouts.with_extras(helped=torch.tensor([[False, False], [True, True]]))
+    proximal = with_proximal(
+        rollouts, torch.full_like(rollouts.logp_behaviour, -7.0), forgets_help=not words_of_their_own
+    ).proximal
+    assert bool((proximal[0] == -7).all())
+    assert torch.equal(proximal[1], proximal[0] if words_of_their_own else rollouts.logp_behaviour[1])
+
+
+@pytest.mark.checks("allocator/retry_wording", "Guide-GRPO")
+def test_the_ratio_is_to_the_policy_with_help_also_where_the_proximal_one_is_an_average(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """PPO-EWMA computes the proximal policy anew in every step, under the plain words."""
+    batches: list[Rollouts] = []
+    score = Learner._score
+
+    def spy(self, batch, *arguments):
+        batches.append(batch)
+        return score(self, batch, *arguments)
+
+    monkeypatch.setattr(Learner, "_score", spy)
+    world = Advised(6)
+    policy = token_policy(world)
+    policy.prepare_finetuning()
+    finetune(policy, None, world, replace(CONFIG, iterations=1, proximal_policy="average"))
+    batch = batches[0]
+    helped = batch.extras["helped"] & batch.alive
+    assert bool(helped.any()) and batch.logp_proximal is not None
+    torch.testing.assert_close(batch.proximal[helped].float(), batch.logp_behaviour[helped].float())
 
 
 @pytest.mark.checks("allocator/retry_wording", "Guide-GRPO")
