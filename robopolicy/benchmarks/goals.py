@@ -258,7 +258,7 @@ def ours(
     folder = recorded(config, root, task, seed)
     if predicting:
         settings = *MODEL.of(task), "worldmodel.config.encoder_loss=predict"
-        data = f"worldmodel.data=[{folder / 'dataset'}]", "worldmodel.transitions=0"
+        data = f"worldmodel.data=[{folder / 'dataset'}]", "worldmodel.transitions=1"
         folder = modelled(config, root, task, "predicting", seed, (*settings, *data))
     minutes = read_json(folder / "result.json")["seconds"] / 60
     place = PLACES[task] if reading else None

@@ -2,7 +2,7 @@
 
 Maes et al. 2026, arXiv:2603.19312. The package has the classes (LeWM, Predictor, Embedder, MLP, SIGReg, CEMSolver),
 which run unchanged; the training script is not in it, so its loss and settings are written here after
-https://github.com/lucas-maes/le-wm (train.py and config/train of 2026): three frames, each five control steps and one
+https://github.com/lucas-maes/le-wm (training script of 2026): three frames, each five control steps and one
 action block after the other, predict the next one; squared error plus .09 SIGReg (1024 directions, 17 knots); AdamW
 with weight decay 1e-3, clipped at 1, one per cent of warm-up, cosine to 0. Smaller, for one core: see `Size` (theirs:
 224 px in patches of 14, width 192, 12 layers, a predictor of 6 layers with 16 heads of 64, batches of 128 at a rate of
