@@ -144,7 +144,10 @@ def bapo(
     magnitude.
 
     This fraction is P / (P + N) with P = sum of min(r, top) A where A > 0, N = sum of max(r, bottom) |A| where A < 0:
-    the values of the clipped surrogate, including clipped steps. The lower bound is raised first, then the upper one.
+    the values of the clipped surrogate, including clipped steps. The lower bound is raised first, then the upper one,
+    with the figures of the authors' README and in the order of their code. The paper's Algorithm 1 raises the upper
+    bound first, then the lower one in steps of 0.02, up to a share of 0.4; and their code bounds the loss of A < 0 at a
+    ratio of 3, which the paper does not state and this leaves out.
     """
     bottom, top = low[0], high[0]
     share = _positive_share(scored, bottom, top)
@@ -232,7 +235,9 @@ def on_policy_distillation(scored: Scored, *, reward: float = 0.0, cap: float = 
     """Reverse KL to the teacher on the student's own chunks: c = log teacher - log pi, with magnitude at most `cap`.
 
     reward: weight of PPO's coefficient, which is added to also learn from the outcome. The teacher must define the same
-    steps: the same tokens, or the same denoising schedule.
+    steps: the same tokens, or the same denoising schedule. No ratio weighs the steps: on data that are older than the
+    policy, as from an iteration's second minibatch on, this is the gradient of (log teacher - log pi)^2 / 2 over what
+    the acting policy drew, which is zero at the teacher too.
     """
     teacher = scored.rollouts.extras["teacher_logp"].gather(-1, scored.chosen)
     # The gradient of KL(pi || teacher) is E_pi[(log pi - log teacher) grad log pi]; this is minus that.

@@ -339,15 +339,31 @@ def test_a_step_preference_saturates_and_lets_go_beyond_its_clip():
 
 @pytest.mark.checks("sampler/prompt_replay")
 def test_prompt_replay_takes_those_nearest_to_one_half():
-    sampler = ReplaySampler(share=1.0, near=0.4, cooldown=0, limit=9)
+    sampler = ReplaySampler(share=1.0, rates=(0.1, 0.9), cooldown=0, limit=9)
     won = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
     chosen = sampler.propose(7, 7, np.random.default_rng(0))
     sampler.observe(np.arange(7), won, np.full(7, 8.0), np.ones(7))
     assert sorted(chosen.tolist()) == list(range(7))
     for seed in range(5):
-        fresh = ReplaySampler(share=1.0, near=0.4, cooldown=0, limit=9)
+        fresh = ReplaySampler(share=1.0, rates=(0.1, 0.9), cooldown=0, limit=9)
         fresh.restore(sampler.state())
         assert sorted(fresh.propose(3, 7, np.random.default_rng(seed)).tolist()) == [2, 3, 4]
+
+
+@pytest.mark.checks("sampler/prompt_replay")
+def test_prompt_replay_leaves_groups_without_a_signal_and_those_outside_its_bounds():
+    """Of 0, 1 and 2 successes of 2, and 1, 2 and 6 of 8 episodes, only 1 of 2 and 2 of 8 lie within .24 and .7."""
+    won, played = np.array([0.0, 1.0, 2.0, 1.0, 2.0, 6.0]), np.array([2.0, 2.0, 2.0, 8.0, 8.0, 8.0])
+    sampler = ReplaySampler(share=0.5, cooldown=2)
+    sampler.propose(6, 40, np.random.default_rng(0))
+    sampler.last, sampler.used = (dict.fromkeys(range(6), value) for value in (1, 1))
+    sampler.observe(np.arange(6), won, played, np.ones(6))
+    assert not set(sampler.propose(9, 40, np.random.default_rng(0)).tolist()) & set(range(6)), "a proposal has to pass"
+    chosen = sampler.propose(9, 40, np.random.default_rng(0)).tolist()
+    assert chosen[:2] == [1, 4] and not set(chosen) & {0, 2, 3, 5}
+    sampler.used[1] = 1 + sampler.limit
+    sampler.round += 1
+    assert 1 not in sampler.propose(9, 40, np.random.default_rng(0)).tolist(), "replayed five times"
 
 
 @pytest.mark.checks("HAPO")

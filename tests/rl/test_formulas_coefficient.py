@@ -89,6 +89,22 @@ def test_on_policy_distillation_is_the_gradient_of_the_reverse_kl():
 
 
 @pytest.mark.checks("coefficient/opd")
+def test_on_policy_distillation_of_older_data_regresses_log_probabilities():
+    """Three words, each as often as an older student said it: the gradient of half the mean squared difference."""
+    logits = torch.tensor([0.0, 1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    acted, told = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.2, 0.5, 0.3], [0.6, 0.1, 0.3]))
+    log_probabilities = logits.log_softmax(-1)
+    rollouts = make_rollouts([1] * 3, [0] * 3, steps=1).with_extras(teacher_logp=told[:, None, None])
+    rollouts = replace(rollouts, logp_behaviour=acted[:, None, None])
+    scored = make_scored(rollouts, log_probabilities[:, None, None], torch.zeros(3, 1, 1, dtype=torch.float64))
+    c, _ = coefficients.on_policy_distillation(scored)
+    loss = policy_loss(log_probabilities[:, None, None], c, acted.exp()[:, None, None])
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    squared = (acted.exp() * (told - log_probabilities).square()).sum() / 2
+    torch.testing.assert_close(gradient, torch.autograd.grad(squared, logits)[0], atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.checks("coefficient/opd")
 def test_on_policy_distillation_is_capped_and_may_learn_from_the_outcome_too():
     rollouts = make_rollouts([1, 1, 1], [0, 0, 0], steps=1)
     gap = torch.tensor([9.0, -7.0, 0.5], dtype=torch.float64)[:, None, None]

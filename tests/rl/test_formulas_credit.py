@@ -124,6 +124,18 @@ def test_gtpo_protects_tokens_that_good_and_bad_episodes_chose_at_the_same_place
     assert advantages[0].tolist() == pytest.approx([1.6, 1.6, 0.0])
 
 
+@pytest.mark.checks("credit/gtpo")
+def test_gtpo_goes_on_past_tokens_that_were_not_chosen():
+    """Two chunks of two tokens, the first of each kept from the chunk before: the chosen ones are a run."""
+    tokens = torch.tensor([[[9, 1], [8, 2]], [[7, 1], [6, 2]]])
+    rollouts = make_rollouts([2, 2], [0, 0], steps=2).with_extras(entropy=torch.zeros(2, 2, 2))
+    rollouts = replace(rollouts, latents={"tokens": tokens})
+    rollouts.mask[:, :, 0] = False
+    advantage = torch.tensor([1.0, -1.0])[:, None, None].expand(2, 2, 2)
+    advantages = experimental_credit.gtpo(rollouts, advantage, CONTEXT)
+    assert advantages.tolist() == [[[0, 2], [0, 2]], [[0, 0], [0, 0]]]
+
+
 @pytest.mark.checks("credit/entropy_gain")
 def test_aepo_weighs_uncertain_steps_more():
     entropy = torch.tensor([[[0.2], [0.4]], [[0.6], [9.0]]])

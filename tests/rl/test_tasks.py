@@ -69,10 +69,10 @@ def test_replayed_starts_wait_and_are_not_used_for_ever():
         index_lists.append(index.tolist())
         sampler.observe(index, np.full(4, 4.0), np.full(4, 8.0), np.ones(4))
     counts = np.bincount(np.concatenate(index_lists), minlength=100)
-    assert counts.max() == 3
+    assert counts.max() == 1 + 3, "once as new, and three times more"
     for start in np.flatnonzero(counts > 1):
         rounds = [number for number, chosen in enumerate(index_lists) if start in chosen]
-        assert min(b - a for a, b in itertools.pairwise(rounds)) > 2
+        assert min(b - a for a, b in itertools.pairwise(rounds)) >= 2
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -124,14 +124,16 @@ def gtpo(
         A <- (A - penalty H) d,   H the episode's mean entropy
 
     d concerns tokens that both a positive and a negative episode of the group chose at the same place, within an
-    episode's unbroken run of such tokens from its start. For them d is 2 in positive and 0 in negative episodes;
-    otherwise d is 1. Episodes with H above entropy_limit are dropped (ln 2, for words: an untrained policy over n
-    action bins has up to ln n). If all are dropped, a warning is issued. Runs from the end, which the paper also uses,
+    episode's unbroken run of such tokens from its start; steps that were not chosen break no run. For them d is 2 in
+    positive and 0 in negative episodes; otherwise d is 1. Episodes with H above entropy_limit are dropped (ln 2, for
+    words: an untrained policy over n action bins has up to ln n). If all are dropped, a warning is issued. Runs from
+    the end, which the paper also uses,
     are not treated because robot episodes do not end alike. The loss is not divided by the number of protected tokens,
     unlike in the authors' code. Entropies are in nats. Takes and returns A [B, T, K].
     """
     # same_token[i, j, s]: both rows chose the same token at s. A conflict is a token that a good and a bad episode of
-    # the group chose there, whichever they are; cummin keeps an episode's run from its start, up to the first other.
+    # the group chose there, whichever they are; cummin keeps an episode's run from its start, up to the first other,
+    # past steps without a choice: shared beginnings that are scored once, tokens kept from the chunk before.
     tokens = rollouts.latents["tokens"].flatten(1)
     is_positive = (advantage > 0).any((1, 2))
     is_negative = (advantage < 0).any((1, 2))
@@ -139,7 +141,8 @@ def gtpo(
     together = (rollouts.group[:, None] == rollouts.group[None])[..., None] & same_token
     shared_with_good = (together & is_positive[None, :, None]).any(1)
     shared_with_bad = (together & is_negative[None, :, None]).any(1)
-    conflict = (shared_with_good & shared_with_bad).cummin(-1).values.reshape(advantage.shape)
+    conflict = shared_with_good & shared_with_bad
+    conflict = (conflict & (conflict | ~rollouts.mask.flatten(1)).cummin(-1).values).reshape(advantage.shape)
     factor = torch.where(conflict & is_positive[:, None, None], 2.0, torch.ones_like(advantage))
     factor = torch.where(conflict & is_negative[:, None, None], 0.0, factor)
     mean = (entropy_of(rollouts) * rollouts.mask).sum((1, 2)) / rollouts.mask.sum((1, 2)).clamp(min=1)

@@ -119,16 +119,25 @@ class SecSampler(Beliefs):
 @mechanism(Slot.SAMPLER, "prompt_replay", source="Prompt Replay, arXiv:2603.21177")
 class ReplaySampler(Beliefs):
     """Mix new initial states with those whose last success rate was nearest to 0.5, with a cooldown and a maximum
-    number of uses.
+    number of replays.
 
-    share: fraction of a batch that is replayed; near: maximum distance from 0.5; cooldown: number of proposals before
-    an initial state may recur; limit: maximum number of uses.
+    share: fraction of a batch that is replayed, at most; rates: bounds of the success rates that are replayed, and
+    groups without a success or a failure never are; cooldown: an initial state recurs after this many proposals at the
+    earliest; limit: maximum number of replays. Defaults are those of the authors' code. Deviation: the visits of a
+    second pass through the pool count as replays too.
     """
 
-    def __init__(self, *, share: float = 0.5, near: float = 0.3, cooldown: int = 3, limit: int = 5):
+    def __init__(
+        self,
+        *,
+        share: float = 0.5,
+        rates: tuple[float, float] = (0.24, 0.7),
+        cooldown: int = 5,
+        limit: int = 5,
+    ):
         super().__init__(prior=1.0, decay=0.0)
         self.share = share
-        self.near = near
+        self.rates = rates
         self.cooldown = cooldown
         self.limit = limit
         self.round = 0
@@ -140,16 +149,18 @@ class ReplaySampler(Beliefs):
         self.round += 1
         # Ties are broken by chance: `sorted` is stable, and the order is a random one.
         order = generator.permutation(pool)
-        distance = dict(zip(order.tolist(), np.abs(self.predict(order) - 0.5).tolist(), strict=True))
+        # Rates as they were: drawn towards 0.5 by a prior, those of small groups without a success would pass.
+        rates = dict(zip(order.tolist(), self.observed(order).tolist(), strict=True))
+        low, high = self.rates
         rested = [
             number
-            for number in order.tolist()
-            if number in self.counts
-            and distance[number] <= self.near
-            and self.round - self.last[number] > self.cooldown
-            and self.used[number] < self.limit
+            for number, rate in rates.items()
+            if 0 < rate < 1
+            and low <= rate <= high
+            and self.round - self.last[number] >= self.cooldown
+            and self.used[number] <= self.limit
         ]
-        ready = sorted(rested, key=distance.__getitem__)[: round(self.share * count)]
+        ready = sorted(rested, key=lambda number: abs(rates[number] - 0.5))[: int(self.share * count + 1e-9)]
         unused = sorted((number for number in order.tolist() if number not in ready), key=lambda n: self.used.get(n, 0))
         indices = (ready + unused)[:count]
         for number in indices:
