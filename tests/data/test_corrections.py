@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from robopolicy.cli import main
 from robopolicy.configuration.sections.recorded import CollectSection
@@ -35,6 +36,7 @@ from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.interface import Interface
+from robopolicy.rl.papers import papers
 from robopolicy.training.offline.improvers import OfflineContext
 from robopolicy.training.offline.recap import corrections
 from robopolicy.training.pretrain import regression_batches
@@ -353,6 +355,17 @@ def test_a_budget_of_operators_steps_ends_the_recording_however_many_rows_there_
 )
 def test_shares_by_hand(counts, shares, expected):
     assert tuple(sampling_shares(dict(zip(KINDS, counts, strict=True)), shares).values()) == pytest.approx(expected)
+
+
+@pytest.mark.checks("RaC")
+def test_its_row_leaves_out_what_the_policy_did_itself():
+    """As its recipe and its figure: of 100, 50, 10 and 20 steps the operators' make half, own successes none."""
+    (row,) = (paper for paper in papers() if paper.id == "RaC")
+    (setting,) = (each for each in row.settings if each.startswith("train.shares="))
+    shares = OverridesParser.create().parse_override(setting).value()
+    assert sampling_shares(dict(zip(KINDS, (100, 50, 10, 20), strict=True)), shares) == pytest.approx(
+        {"demonstration": 0.5, "autonomous": 0.0, "recover": 0.25, "correct": 0.25}
+    )
 
 
 @pytest.mark.checks("RaC")

@@ -127,9 +127,9 @@ def gtpo(
     episode's unbroken run of such tokens from its start; steps that were not chosen break no run. For them d is 2 in
     positive and 0 in negative episodes; otherwise d is 1. Episodes with H above entropy_limit are dropped (ln 2, for
     words: an untrained policy over n action bins has up to ln n). If all are dropped, a warning is issued. Runs from
-    the end, which the paper also uses,
-    are not treated because robot episodes do not end alike. The loss is not divided by the number of protected tokens,
-    unlike in the authors' code. Entropies are in nats. Takes and returns A [B, T, K].
+    the end, which the paper also uses, are not treated because robot episodes do not end alike. The loss is not divided
+    by the number of protected tokens, unlike in the authors' code. Entropies are in nats. Takes and returns A [B, T,
+    K].
     """
     # same_token[i, j, s]: both rows chose the same token at s. A conflict is a token that a good and a bad episode of
     # the group chose there, whichever they are; cummin keeps an episode's run from its start, up to the first other,
