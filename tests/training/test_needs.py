@@ -21,7 +21,7 @@ from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.registry import Mechanism, Need, Slot, mechanism, mechanisms
 from robopolicy.training.acting import DemonstratingPolicy
-from robopolicy.training.collection import make_collector, note_idle_sampler
+from robopolicy.training.collection import make_collector, note_idle_sampler, note_idle_settings
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import recompute_log_probs
 from robopolicy.training.finetune import FinetuneConfig, finetune
@@ -349,3 +349,15 @@ def test_a_sampler_that_chooses_says_nothing(changes: dict):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         note_idle_sampler(build_algorithm(config), config)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("branch_by", "arpo"), ("branch_at", (2,)), ("overprovision", 0.5)])
+def test_a_setting_of_whole_episodes_says_where_it_has_no_effect(setting, value):
+    streams = replace(FinetuneConfig(), **{setting: value})
+    with pytest.warns(RobopolicyNote, match=f"{setting}=.* has no effect.*algorithm=grpo"):
+        note_idle_settings(build_algorithm(streams), streams)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        groups = replace(FinetuneConfig(), algorithm="grpo", **{setting: value})
+        note_idle_settings(build_algorithm(groups), groups)
+        note_idle_settings(build_algorithm(FinetuneConfig()), FinetuneConfig())

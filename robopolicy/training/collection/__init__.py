@@ -41,6 +41,7 @@ __all__ = [
     "StreamCollector",
     "make_collector",
     "note_idle_sampler",
+    "note_idle_settings",
     "shared_by_replicas",
     "start_pool",
     "teacher_takes_over",
@@ -66,6 +67,28 @@ def note_idle_sampler(algorithm: Algorithm, config: FinetuneConfig) -> None:
         warnings.warn(f"sampler={name} has nothing to choose, since {reason}.", RobopolicyNote, stacklevel=3)
 
 
+EPISODES_ONLY = "branch_at", "branch_by", "branch_sampling_step", "max_idle_chunks", "overprovision"
+"""Settings of the collection of whole episodes, which streams do not read."""
+
+
+def note_idle_settings(algorithm: Algorithm, config: FinetuneConfig) -> None:
+    """Note a sampler with nothing to choose, and settings of whole episodes for an algorithm that learns from
+    streams.
+    """
+    note_idle_sampler(algorithm, config)
+    if algorithm.needs & WHOLE:
+        return
+    default = FinetuneConfig()
+    for name in EPISODES_ONLY:
+        if (value := getattr(config, name)) != getattr(default, name):
+            warnings.warn(
+                f"{name}={value} has no effect, since this algorithm learns from streams and not from whole episodes: "
+                "choose one that compares groups, such as algorithm=grpo.",
+                RobopolicyNote,
+                stacklevel=3,
+            )
+
+
 def make_collector(
     world: World,
     policy: Trainable,
@@ -85,16 +108,16 @@ def make_collector(
     """Build the collector of `policy`: synchronous, in a background thread, with delayed weights, or in parts (PROPS).
 
     seed: root of the episodes' seeds; generator: source of the policy's random numbers; demonstrations: states that
-    hints start from; acting: builds the acting policy, None for `policy` itself. All but the synchronous collector act
-    with a copy of the policy. pairs: stored preference pairs that replace collection; images: storage mode of camera
-    images; turns: the teacher's share in `acting`; workers: that play the shards, None for this process; values: V [B,
-    T] of a side model, for allocators that continue episodes. Raises ConfigError when the algorithm cannot learn so.
+    hints start from; acting: builds the acting policy, None for `policy` itself. All but the synchronous one act with a
+    copy of the policy. pairs: stored preference pairs instead of collection; images: storage mode of camera images;
+    turns: the teacher's share in `acting`; workers: of the shards, None for this process; values: V [B, T], for
+    allocators that continue episodes. Raises ConfigError when the algorithm cannot learn so.
     """
     if pairs is not None:
         return StoredPairs(pairs, world.spec, policy, algorithm, config, seed, generator.device)
     require_one_player(algorithm, config)
     require_overlap(algorithm, config)
-    note_idle_sampler(algorithm, config)
+    note_idle_settings(algorithm, config)
 
     def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
         acts = None if acting is None else acting(actor)
