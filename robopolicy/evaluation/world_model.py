@@ -182,7 +182,7 @@ def element_errors(
         if horizon not in horizons or int(alive.sum()) < 10:
             continue
         predicted = {**outputs, **_read(model, latent, read_keys)}
-        for key in predicted.keys() & set(keys):
+        for key in (key for key in keys if key in predicted):
             recorded_values = episodes.observation[key].flatten(1).float()
             first = episodes.frame_starts[episode_indices][alive]
             truth = recorded_values[first + horizon]

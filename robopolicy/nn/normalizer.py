@@ -16,6 +16,11 @@ CONSTANT_SCALE = 1e-4
 """Dimensions with a scale below this are constant: they are centred but not divided."""
 
 
+def with_constants_kept(scale: Tensor) -> Tensor:
+    """Return a scale [...] that is 1 where the data is constant: what changes there later would be enormous."""
+    return torch.where(scale < CONSTANT_SCALE, torch.ones_like(scale), scale)
+
+
 class Normalizer(nn.Module):
     """Maps x [..., *shape] to (x - offset) / scale per element, and back with `inverse`.
 
@@ -54,7 +59,7 @@ class Normalizer(nn.Module):
         else:
             return self
         self.offset.copy_(offset)
-        self.scale.copy_(torch.where(scale < CONSTANT_SCALE, torch.ones_like(scale), scale))
+        self.scale.copy_(with_constants_kept(scale))
         return self
 
     def forward(self, values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from robopolicy.core.policy import TensorObservation
 from robopolicy.core.randomness import normal
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.blocks import Members
-from robopolicy.nn.normalizer import CONSTANT_SCALE
+from robopolicy.nn.normalizer import with_constants_kept
 from robopolicy.nn.optimisers import optimiser_tree, restore_optimiser
 from robopolicy.rl.offline.interface import Interface
 
@@ -42,8 +42,7 @@ class Standardiser(nn.Module):
     def fit(self, values: Tensor) -> None:
         """Fit mean and standard deviation of values [N, size]."""
         self.mean.copy_(values.mean(0))
-        std = values.std(0, correction=0)
-        self.std.copy_(torch.where(std < CONSTANT_SCALE, torch.ones_like(std), std))
+        self.std.copy_(with_constants_kept(values.std(0, correction=0)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Standardise [..., size]."""
