@@ -212,14 +212,19 @@ def grpo_guard(scored: Scored, *, summed: bool = False) -> Coefficients:
     shift, second order in the step, is dropped). summed: log-probabilities are sums over dimensions
     (policy.logp_reduction=sum). Clip widths apply to the scaled log-ratio and are std times smaller. The paper also
     divides the loss of a step by its length dt; all flows here take steps of equal length, where that is one factor for
-    the complete loss, and a denoising chain has no such length.
+    the complete loss, and a denoising chain has no such length. r is the ratio to the policy that acted, also for older
+    episodes: the recorded means are its means.
     """
     shift, std = mean_shift(scored)
     if summed:
         shift = shift * scored.rollouts.duration[..., None] * scored.rollouts.actions.shape[-1]
-    log_ratio = guarded_log_ratio(scored.log_ratio, shift, std)
+    # To the proximal policy a shift from the means of the acting one would not belong: r' would differ from 1 for a
+    # policy that has not moved.
+    to_acting = scored.log_ratio + scored.staleness
+    log_ratio = guarded_log_ratio(to_acting.clamp(-scored.limit, scored.limit), shift, std)
     # d log r' / d log pi = std, by the chain rule.
-    c = std * ppo(log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    clamped = scored.clamped | (to_acting.abs() > scored.limit)
+    c = std * ppo(log_ratio, scored.advantage, scored.clip_low, scored.clip_high, clamped)
     ratio_mean, guarded = scored.ratio[scored.mask].mean(), log_ratio.exp()[scored.mask].mean()
     return torch.where(scored.mask, c, 0.0), {"ratio_mean": ratio_mean, "guarded_ratio_mean": guarded}
 

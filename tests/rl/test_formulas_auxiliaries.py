@@ -282,8 +282,12 @@ def test_the_best_of_several_decisions_is_imitated_where_it_beats_the_state():
 
 
 @pytest.mark.checks("auxiliaries/spo")
-def test_step_preferences_equal_a_slow_reference():
-    """Normal steps around theta x; children are judged by what they lead to, and the base is the frozen reference."""
+@pytest.mark.parametrize("sampled", [3, 1])
+def test_step_preferences_equal_a_slow_reference(sampled: int):
+    """Normal steps around theta x; children are judged by what they lead to, and the base is the frozen reference.
+
+    sampled: of the chain's steps for the minibatch's ratios; preferences are over all steps.
+    """
     count, steps, children = 4, 3, 5
     chain, std = random(count, steps + 1, 2, 1), 0.3 * torch.ones(count, 1, 1, 1, dtype=torch.float64)
     theta = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
@@ -300,7 +304,7 @@ def test_step_preferences_equal_a_slow_reference():
     inputs = inputs_of(
         observation={STATE: state},
         latents={"chain": chain},
-        mask=torch.ones(count, steps, dtype=torch.bool),
+        mask=torch.ones(count, sampled, dtype=torch.bool),
         policy=Toy(normal(theta)),
         base=Toy(normal(0.85)),
         models={"values": ByLength(0.0)},

@@ -157,6 +157,20 @@ def test_the_shift_of_summed_log_probabilities_is_summed_over_executed_elements(
     torch.testing.assert_close(c[played], (0.3 * regulated * advantage)[played])
 
 
+@pytest.mark.checks("coefficient/grpo_guard")
+def test_older_episodes_are_guarded_by_the_ratio_to_the_policy_that_acted():
+    """Its means are the recorded ones: .2 from them at std .2 shifts by 1/2, whatever the proximal policy is."""
+    rollouts = make_rollouts([1], [0], steps=1)
+    old = torch.zeros(1, 1, 1, 2, 1, dtype=torch.float64)
+    logp = rollouts.logp_behaviour + 0.5
+    rollouts = replace(rollouts, latents={"mean": old}, logp_proximal=logp.clone())
+    extras = {"mean": old + 0.2, "std": torch.full_like(old, 0.2)}
+    scored = make_scored(rollouts, logp, torch.ones(1, 1, 1, dtype=torch.float64), (9.0, 9.0), extras=extras)
+    c, stats = coefficients.grpo_guard(scored)
+    assert float(c) == pytest.approx(0.2 * math.exp(0.2 * (0.5 + 0.5)))
+    assert float(stats["guarded_ratio_mean"]) == pytest.approx(math.exp(0.2))
+
+
 @pytest.mark.checks("coefficient/mdpo")
 def test_the_step_of_mirror_descent_falls_linearly_over_the_run():
     rollouts = make_rollouts([1], [0], steps=1)

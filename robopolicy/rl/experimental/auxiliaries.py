@@ -352,11 +352,12 @@ def step_preferences(
     """Prefer, among several next latents of the same step, the one whose predicted clean action has the highest value.
 
     `children` are sampled from one latent of the policy's own chain, each completed without noise and evaluated by the
-    action values. Best and worst are kept if the softmax of their two values, in units of the standard deviation over
-    the children of a state, differs by more than `gap`. The loss is `step_preference_loss`, with the frozen base policy
-    as reference. Deviation: completing the chain replaces a step-aware scorer. Uses at most `decisions` states n of a
-    minibatch; inactive in the first `warmup` iterations; the latents are [children, n, P, A]. Returns a scalar, 0 if no
-    pair is kept. Raises ConfigError without a model of action values.
+    action values. Best and worst are kept if the softmax of their two values, in units of the children's standard
+    deviation (root mean square over the states), differs by more than `gap`. The loss is `step_preference_loss`, with
+    the frozen base policy as reference. Deviation: completing the chain replaces a step-aware scorer, whose values need
+    no units. Uses at most `decisions` states n of a minibatch; inactive in the first `warmup` iterations; the latents
+    are [children, n, P, A]. Returns a scalar, 0 if no pair is kept. Raises ConfigError without a model of action
+    values.
     """
     if inputs.context.iteration < warmup:
         return torch.zeros((), device=inputs.mask.device)
@@ -364,8 +365,9 @@ def step_preferences(
     policy = inputs.policy
     draws = inputs.context.generator
     assert isinstance(policy, FinishesChain)  # which Need.FINISHES asks for
-    count, steps = inputs.mask.shape
-    rows = torch.randperm(count, generator=draws, device=draws.device)[:decisions]
+    rows = torch.randperm(len(inputs.mask), generator=draws, device=draws.device)[:decisions]
+    # Of all steps of the chain: the minibatch's own may be a sample of them (scored_steps).
+    steps = inputs.latents["chain"].shape[1] - 1
     step = torch.randint(steps, (len(rows),), generator=draws, device=draws.device)
     observation = {key: _at(value, rows) for key, value in inputs.observation.items()}
     chain = inputs.latents["chain"][rows]
