@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.policy import (
@@ -77,20 +78,36 @@ def add_entropy(rollouts: Rollouts, sources: Sources) -> Rollouts:
     return rollouts.with_extras(entropy=recompute_log_probs(rollouts, sources.policy, sources.instructions)[1])
 
 
+def _current_logp(rollouts: Rollouts, sources: Sources) -> Tensor:
+    """Return the log-probabilities under the policy before the update [B, T, K], computed where another one acted, or
+    the same one under other words.
+    """
+    is_own = rollouts.policy_version == sources.iteration
+    if rollouts.extras.helped is not None:
+        is_own = is_own & ~rollouts.extras.helped
+    if not bool((rollouts.alive & ~is_own).any()):
+        return rollouts.logp_behaviour
+    logp, _ = recompute_log_probs(rollouts, sources.policy, sources.instructions)
+    return torch.where(is_own[..., None], rollouts.logp_behaviour, logp.to(rollouts.logp_behaviour.dtype))
+
+
 def add_blackout_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
     """Add `blackout_logp` [B, T, K]: log-probabilities with half of the images blacked out, lower for steps that depend
-    on them.
+    on them; and `current_logp`, those of the same policy that sees.
     """
     logp, _ = recompute_log_probs(rollouts, sources.policy, sources.instructions, sources.generators["blackout"])
-    return rollouts.with_extras(blackout_logp=logp)
+    return rollouts.with_extras(blackout_logp=logp, current_logp=_current_logp(rollouts, sources))
 
 
 def add_contrast_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
-    """Add `contrast_logp` [B, T, K] under another instruction, which rotates from iteration to iteration."""
+    """Add `contrast_logp` [B, T, K] under another instruction, which rotates from iteration to iteration, and
+    `current_logp` under the own one.
+    """
     count = len(sources.instructions)
     # Offsets 1 to n - 1 modulo n: never the instruction itself, and all others in turn.
     other = replace(rollouts, task=(rollouts.task + 1 + sources.iteration % (count - 1)) % count)
-    return rollouts.with_extras(contrast_logp=recompute_log_probs(other, sources.policy, sources.instructions)[0])
+    logp, _ = recompute_log_probs(other, sources.policy, sources.instructions)
+    return rollouts.with_extras(contrast_logp=logp, current_logp=_current_logp(rollouts, sources))
 
 
 def add_teacher_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:

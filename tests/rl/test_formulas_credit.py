@@ -78,7 +78,7 @@ def test_seed_grpo_shrinks_by_the_entropy_of_what_a_start_leads_to():
 def test_vppo_scales_episodes_by_their_mean_dependency_and_centres_the_scale():
     rollouts = make_rollouts([1, 1, 1], [0, 0, 0], steps=2)
     shift = torch.tensor([[-2.0, 1.0], [-0.5, 0.0], [0.0, 4.0]], dtype=torch.float64)[:, None]
-    rollouts = rollouts.with_extras(blackout_logp=rollouts.logp_behaviour + shift)
+    rollouts = rollouts.with_extras(blackout_logp=rollouts.logp_behaviour + shift, current_logp=rollouts.logp_behaviour)
     advantages = experimental_credit.vppo(
         rollouts, torch.ones(3, 1, 2, dtype=torch.float64), CONTEXT, share=0.5, low=0.8
     )
@@ -90,7 +90,9 @@ def test_vppo_scales_episodes_by_their_mean_dependency_and_centres_the_scale():
     assert scale.min() == pytest.approx(0.8) and scale.mean() == pytest.approx(1.0)
     kept = np.array([[1, 0], [1, 0], [0, 1]])
     torch.testing.assert_close(advantages[:, 0], torch.tensor(kept * scale[:, None]), atol=1e-6, rtol=1e-6)
-    alike = rollouts.with_extras(blackout_logp=rollouts.logp_behaviour + shift[:1])
+    alike = rollouts.with_extras(
+        blackout_logp=rollouts.logp_behaviour + shift[:1], current_logp=rollouts.logp_behaviour
+    )
     assert experimental_credit.vppo(alike, torch.ones(3, 1, 2), CONTEXT, low=0.8)[:, 0, 0].tolist() == [1.0] * 3
 
 
@@ -98,7 +100,7 @@ def test_vppo_scales_episodes_by_their_mean_dependency_and_centres_the_scale():
 def test_what_depends_on_the_instruction_weighs_more_in_good_and_less_in_bad_episodes():
     rollouts = make_rollouts([1, 1], [0, 0], steps=3)
     delta = torch.tensor([0.2, 5.0, -5.0], dtype=torch.float64).expand(2, 1, 3)
-    rollouts = rollouts.with_extras(contrast_logp=rollouts.logp_behaviour - delta)
+    rollouts = rollouts.with_extras(contrast_logp=rollouts.logp_behaviour - delta, current_logp=rollouts.logp_behaviour)
     advantage = torch.tensor([2.0, -1.0], dtype=torch.float64)[:, None, None].expand(2, 1, 3)
     advantages = experimental_credit.instruction_contrast(rollouts, advantage, CONTEXT, share=0.4, epsilon=0.5)
     good = [2 * (0.6 + 0.4 * math.exp(0.2)), 2 * (0.6 + 0.4 * 1.5), 2 * (0.6 + 0.4 * 0.5)]

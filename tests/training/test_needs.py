@@ -206,6 +206,25 @@ def test_what_a_need_stands_for_is_there_in_every_slot(slot: Slot, monkeypatch: 
     assert finiteness == dict.fromkeys(READS.values(), True)
 
 
+@pytest.mark.parametrize("need", [Need.BLACKOUT_SCORES, Need.CONTRAST_SCORES])
+def test_what_is_compared_is_of_one_policy_though_an_older_one_acted(need: Need, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    world = SeeingWorld(4)
+    policy = denoising_policy(world, cameras=True)
+    policy.prepare_finetuning()
+    moved: list[float] = []
+
+    def advantage(rollouts, context):
+        expected, _ = recompute_log_probs(rollouts, policy, INSTRUCTIONS)
+        torch.testing.assert_close(rollouts.extras["current_logp"][rollouts.mask], expected[rollouts.mask])
+        moved.append(float((expected - rollouts.logp_behaviour)[rollouts.mask].abs().max()))
+        return rollouts.reward
+
+    mechanism(Slot.ADVANTAGE, "looks", needs=(need,))(advantage)
+    finetune(policy, None, world, replace(CONFIG, advantage="looks", policy_lag=1, iterations=3, learning_rate=0.03))
+    assert moved[0] < 1e-5 and moved[-1] > 1e-2
+
+
 def test_a_misspelt_extra_fails_at_once_and_a_missing_one_says_what_to_declare():
     tensor = torch.zeros(2, 3)
     with pytest.raises(KeyError, match=r"entorpy.*entropy"):

@@ -171,12 +171,13 @@ def vppo(
     """Learn from image-dependent steps, and more from image-dependent episodes.
 
     extras["blackout_logp"] [B, T, K] contains the log-probabilities of the same steps with patches of the images
-    blacked out. Dependency d = exp(x) - 1 - x with x = that minus the original log-probability (k3), at most 10. Of the
-    n steps of an episode the ceil(share n) with the largest d are kept. Its advantage is scaled by its mean d, mapped
-    linearly so that the minimum of the batch gives `low` and the mean of all scales is 1. The authors' entropy penalty
-    (0.06) is the auxiliary `entropy`, off here. Takes and returns A [B, T, K].
+    blacked out, extras["current_logp"] those with the images. Dependency d = exp(x) - 1 - x with x = the former minus
+    the latter (k3), at most 10. Of the n steps of an episode the ceil(share n) with the largest d are kept. Its
+    advantage is scaled by its mean d, mapped linearly so that the minimum of the batch gives `low` and the mean of all
+    scales is 1. The authors' entropy penalty (0.06) is the auxiliary `entropy`, off here. Takes and returns A [B, T,
+    K].
     """
-    shift = (rollouts.extras["blackout_logp"] - rollouts.logp_behaviour).clamp(-20, 20)
+    shift = (rollouts.extras["blackout_logp"] - rollouts.extras["current_logp"]).clamp(-20, 20)
     # k3 of KL(seeing || blind): never negative, 0 where the image does not matter; bounded as in the authors' code, so
     # that one step that is far likelier without the image does not set the scale of all episodes.
     dependency = torch.where(rollouts.mask, (torch.expm1(shift) - shift).clamp(max=10.0), 0.0)
@@ -265,9 +266,10 @@ def instruction_contrast(
 ) -> Tensor:
     """Credit instruction-dependent steps: A ((1 - share) + share w), w = exp(sign(A) delta) within 1 +- epsilon.
 
-    delta: a step's log-probability under its instruction minus that under another one, extras["contrast_logp"] [B, T,
-    K]. Steps independent of the instruction keep a weight of 1. CEPO weights in this way with a right and a wrong
-    answer in the context: credit=[evidence], for policies that read a goal. Takes and returns A [B, T, K].
+    delta: a step's log-probability under its instruction, extras["current_logp"] [B, T, K], minus that under another
+    one, extras["contrast_logp"]. Steps independent of the instruction keep a weight of 1. CEPO weights in this way with
+    a right and a wrong answer in the context: credit=[evidence], for policies that read a goal. Takes and returns A [B,
+    T, K].
     """
-    delta = rollouts.logp_behaviour - rollouts.extras["contrast_logp"]
+    delta = rollouts.extras["current_logp"] - rollouts.extras["contrast_logp"]
     return contrasted(advantage, delta, share, epsilon)
