@@ -49,12 +49,14 @@ class BranchRule(Protocol):
         """See the class."""
         ...
 
-    def share_of_groups(self, version: int) -> float:
-        """Return the fraction of groups that branch, after `version` updates of the policy."""
+    def share_of_group(self, version: int) -> float:
+        """Return the fraction of a group's episodes that belong to its tree, after `version` updates of the policy; the
+        others begin at the initial state and do not split.
+        """
         ...
 
     def first_roots(self, size: int) -> int:
-        """Return the number of a group's `size` episodes that begin at once."""
+        """Return the number of a tree's `size` episodes that begin at once."""
         ...
 
     def more_roots(self, size: int, levels: Sequence[float]) -> int:
@@ -68,13 +70,13 @@ class BranchRule(Protocol):
 
 @dataclass(frozen=True)
 class EveryGroup:
-    """Defaults of `BranchRule`: all groups branch, and no branch is dropped."""
+    """Defaults of `BranchRule`: a group is one tree, and no branch is dropped."""
 
     by_forks: bool = False
     lookahead: tuple[int, ...] = ()
     alike: float = 0.0
 
-    def share_of_groups(self, version: int) -> float:
+    def share_of_group(self, version: int) -> float:
         """Return 1."""
         return 1.0
 
@@ -111,14 +113,15 @@ class Aepo(EveryGroup):
     row.
 
     size * sigmoid(beta (first - mean of later levels)) roots, measured on the first episode of the group; split where
-    (base + slope * rise) (1 - penalty * in_a_row) > threshold. Derived from the paper's text; no code was found.
+    (draw + slope * rise) (1 - penalty * in_a_row) >= threshold, which is likelier the more the uncertainty has risen
+    since the first chunk. The roots are those of the paper's text. The splits are those of public copies of the
+    authors' code, which add entropies of tokens up (see `Arpo`) and never reset the number of splits, one per group.
     """
 
     beta: float = 1.0
-    base: float = 0.5
     slope: float = 0.2
-    penalty: float = 0.2
-    threshold: float = 0.4
+    penalty: float = 0.05
+    threshold: float = 0.5
     measures_first: bool = True
 
     def first_roots(self, size: int) -> int:
@@ -130,13 +133,10 @@ class Aepo(EveryGroup):
         later = float(np.mean(levels[1:])) if len(levels) > 1 else levels[0]
         return min(size, max(1, round(size / (1 + math.exp(-self.beta * (levels[0] - later)))))) - 1
 
-    def probability(self, rise: float, in_a_row: int) -> float:
-        """Return the number that is compared with the threshold."""
-        return (self.base + self.slope * rise) * (1 - self.penalty * in_a_row)
-
     def splits(self, levels: Sequence[float], in_a_row: int, draw: float) -> bool:
         """Whether to split; see the class."""
-        return self.probability(levels[-1] - levels[0], in_a_row) > self.threshold
+        chance = (draw + self.slope * (levels[-1] - levels[0])) * max(0.0, 1 - self.penalty * in_a_row)
+        return min(1.0, max(0.0, chance)) >= self.threshold
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ class Latr:
     that stay alike.
 
     Branches are compared 2, 3 and 5 chunks after the split (20, 30 and 50 tokens in the paper, by their wording). The
-    fraction of groups that branch falls by a quarter every 100 updates, to a quarter.
+    tree's fraction of a group falls by a quarter every 100 updates, to a quarter, as in the authors' script for
+    mathematics. Both branches go on by sampling, where theirs take the two likeliest tokens.
     """
 
     measures_first: bool = False
@@ -153,8 +154,8 @@ class Latr:
     lookahead: tuple[int, ...] = (2, 3, 5)
     alike: float = 0.25
 
-    def share_of_groups(self, version: int) -> float:
-        """Return the fraction of groups that branch."""
+    def share_of_group(self, version: int) -> float:
+        """Return the tree's fraction of a group."""
         return max(0.25, 1 - 0.25 * (version // 100))
 
     def first_roots(self, size: int) -> int:

@@ -11,7 +11,6 @@ arXiv:2508.17445. Its segments are action chunks here. Its third heuristic, to f
 finished path when branches remain but no path runs, is not implemented: it would require storing every state.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -169,7 +168,8 @@ class _Running:
     snapshot, returned: state and return so far, if it waits to continue from there; parent: number of the episode it
     branched off, -1: none, at chunk branch_decision, of which it shares branch_step steps, -1: none; number: its own,
     -1: not started; surprise: of its last chunk; still: number of consecutive chunks without movement; levels: the
-    uncertainty of its chunks, for a branch rule; in_a_row: number of them, up to the last, after which it split.
+    uncertainty of its chunks, for a branch rule; in_a_row: number of them, up to the last, after which it split; grows:
+    whether a rule may split it.
     """
 
     request: Request
@@ -184,6 +184,7 @@ class _Running:
     still: int = 0
     levels: list[float] = field(default_factory=list[float])
     in_a_row: int = 0
+    grows: bool = True
 
     @property
     def origin(self) -> tuple[int, int, int]:
@@ -279,6 +280,7 @@ class EpisodePlayer:
         self.spare: dict[int, list[Request]] = {}
         self.unplanned: set[int] = set()
         self.paths: dict[int, dict[int, Tensor]] = {}
+        self.visited: list[Tensor] = []
         self.scale = 0.0
 
     def _vacate(self) -> None:
@@ -322,9 +324,7 @@ class EpisodePlayer:
         so long. extras: `episode_return` [B, T].
         """
         self.states = None if grow is None else {}
-        self.waiting.extend(
-            _Running(request, snapshot=request.state) for request in self._roots(requests, groups, version)
-        )
+        self.waiting.extend(self._roots(requests, groups, version))
         actor = PolicyActor(self.policy, generator, deterministic=deterministic, scored=True)
         self._play_waiting(actor, groups, version, label)
         while grow is not None and self._continue(grow(self._assemble(self._complete()))):
@@ -508,25 +508,27 @@ class EpisodePlayer:
                 child = _Running(running.request, step, state, returned, running.number, -1, step, branch_step)
                 self.waiting.appendleft(child)
 
-    def _roots(self, requests: Sequence[Request], groups: int | None, version: int) -> list[Request]:
-        """Return the requests that begin at once; the others of each group become spare, for its branches."""
+    def _roots(self, requests: Sequence[Request], groups: int | None, version: int) -> list[_Running]:
+        """Return the episodes that begin at once; the other requests of each group become spare, for its branches."""
         rule = self.branching.rule
         if rule is None:
-            return list(requests)
+            return [_Running(request, snapshot=request.state) for request in requests]
         if groups is not None:
-            raise ConfigError("branch_by=arpo and aepo complete their groups: set overprovision=0.")
+            raise ConfigError("branch_by=arpo, aepo and latr complete their groups: set overprovision=0.")
         self.scale, self.paths = 0.0, {}
+        self.visited = []
         members: dict[int, list[Request]] = {}
         for request in requests:
             members.setdefault(request.group, []).append(request)
-        first_requests: list[Request] = []
-        branching_count = math.ceil(rule.share_of_groups(version) * len(members))
-        for place, (group, each) in enumerate(members.items()):
-            count = rule.first_roots(len(each)) if place < branching_count else len(each)
-            first_requests += each[:count]
-            self.spare[group] = each[count:]
+        roots: list[_Running] = []
+        for group, each in members.items():
+            size = round(rule.share_of_group(version) * len(each))
+            count = rule.first_roots(size) if size else 0
+            roots += [_Running(request, snapshot=request.state) for request in each[:count]]
+            self.spare[group] = each[count:size]
+            roots += [_Running(request, snapshot=request.state, grows=False) for request in each[size:]]
         self.unplanned = set(members) if rule.measures_first else set()
-        return first_requests
+        return roots
 
     def _observe_uncertainty(self, played: PolicyOutput, generator: torch.Generator) -> None:
         """Add the uncertainty of the chunk just played to the levels of every running episode."""
@@ -547,7 +549,7 @@ class EpisodePlayer:
         """Ask the rule about every episode that has just made a decision, and queue a branch where it splits."""
         rule = self.branching.rule
         for index, row in enumerate(self.rows):
-            if rule is None or row is None or row.steps <= max(row.branch_decision, 0):
+            if rule is None or row is None or not row.grows or row.steps <= max(row.branch_decision, 0):
                 continue
             if row.parent >= 0 and row.steps - row.branch_decision <= max(rule.lookahead, default=0):
                 continue
@@ -569,7 +571,7 @@ class EpisodePlayer:
         place.
 
         Compared are vector fields before this chunk and before the parent's of the same number (its last one, if it has
-        ended), by the root mean square of their differences in standard deviations over the rows.
+        ended), by the root mean square of their differences in standard deviations over all states of this call.
         """
         rule, dropped = self.branching.rule, np.zeros(len(self.rows), dtype=bool)
         if rule is None or not rule.lookahead:
@@ -580,13 +582,16 @@ class EpisodePlayer:
             if isinstance(value, Tensor) and value.dtype.is_floating_point
         ]
         states = torch.cat(vectors, -1)
-        spread = states.std(0, unbiased=False).clamp(min=1e-6)
+        self.visited.append(states[[index for index, row in enumerate(self.rows) if row is not None]])
+        spread: Tensor | None = None
         for index, row in enumerate(self.rows):
             if row is None:
                 continue
             self.paths.setdefault(row.number, {})[row.steps] = states[index]
             if row.parent < 0 or row.steps - row.branch_decision not in rule.lookahead:
                 continue
+            if spread is None:
+                spread = torch.cat(self.visited).std(0, unbiased=False).clamp(min=1e-6)
             path = self.paths[row.parent]
             difference = (states[index] - path[min(row.steps, max(path))]) / spread
             dropped[index] = float(difference.square().mean().sqrt()) < rule.alike

@@ -28,8 +28,17 @@ def test_aepo_shares_episodes_between_roots_and_branches_and_splits_less_in_a_ro
     rule = Aepo()
     assert 1 + rule.more_roots(16, [0.8, 0.2, 0.4]) == 10 and 1 + rule.more_roots(16, [0.3, 0.7, 0.9]) == 6
     assert rule.more_roots(16, [0.5]) == 7, "an episode of one chunk says nothing"
-    assert [rule.probability(0.3, count) for count in range(4)] == pytest.approx([0.56, 0.448, 0.336, 0.224])
-    assert [rule.splits([0.2, 0.5], count, 0.0) for count in range(4)] == [True, True, False, False]
+    # (draw + .2 rise) (1 - .05 in a row) against .5: .5 .475 | .49 | .51 .4845 | .505 .47975 | 0 for a negative one
+    table = [(0.44, 0.3, 0), (0.44, 0.3, 1), (0.49, 0.0, 0), (0.45, 0.3, 0), (0.45, 0.3, 1), (0.9, -2.0, 0)]
+    assert [rule.splits([0.4, 0.4 + rise], count, draw) for draw, rise, count in table] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert not rule.splits([1.0, 0.0], 0, 0.1) and not rule.splits([0.4, 0.9], 20, 0.99)
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ def test_half_of_a_group_branches_off_the_other_half():
 def test_what_has_not_branched_begins_at_the_initial_state():
     rollouts, _ = grown(Fixed(always=False))
     assert rollouts.group.tolist().count(0) == 6 and bool((rollouts.parent < 0).all())
-    measured, _ = grown(replace(Aepo(), base=9.0))  # splits wherever it may
+    measured, _ = grown(replace(Aepo(), threshold=0.0))  # splits wherever it may
     first = measured.group.tolist().index(0)
     assert not (measured.parent == first).any(), "the first episode is measured alone"
     assert measured.group.tolist().count(0) == 6 and bool((measured.parent >= 0).any())
@@ -114,7 +123,7 @@ def test_latr_splits_where_another_token_is_likely_and_near():
     probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.2, 0.2], [0.9, 0.08, 0.02], [0.35, 0.33, 0.32]])
     assert has_fork(probabilities.log()).tolist() == [True, False, False, True]
     rule = Latr()
-    assert [rule.share_of_groups(version) for version in (0, 99, 100, 250, 900)] == [1.0, 1.0, 0.75, 0.5, 0.25]
+    assert [rule.share_of_group(version) for version in (0, 99, 100, 250, 900)] == [1.0, 1.0, 0.75, 0.5, 0.25]
     assert rule.splits([0.0, 2.0], 0, 0.9) and not rule.splits([2.0, 0.0], 0, 0.1)
 
 
@@ -124,6 +133,13 @@ class Looking(Fixed):
 
     lookahead: tuple[int, ...] = (2,)
     alike: float = 0.25
+    part: float = 1.0
+
+    def first_roots(self, size) -> int:
+        return 1
+
+    def share_of_group(self, version) -> float:
+        return self.part
 
 
 @pytest.mark.checks("LATR")
@@ -136,5 +152,28 @@ def test_branches_that_stay_like_their_parents_are_dropped():
     for row in (same.parent >= 0).nonzero().squeeze(1).tolist():
         assert lengths[row] - int(same.branch_decision[row]) <= 2
     apart, _ = play(3, requests, noise=3.0, branching=Branching(rule=replace(Looking(), alike=1e-6)))
-    assert len(apart.group) == 6 and int((apart.parent >= 0).sum()) == 3, "none is so alike"
+    assert len(apart.group) == 6 and int((apart.parent >= 0).sum()) == 5, "none is so alike"
     assert bool((apart.alive & apart.mask.any(-1)).any(1).all())
+
+
+@pytest.mark.checks("LATR")
+def test_a_branch_alone_with_its_parent_is_compared_in_units_of_all_states_so_far():
+    # In units of the two rows that run, any two states are two deviations apart.
+    rollouts, _ = play(2, groups_of(episode_seeds(0, "x", 1), 6), noise=1e-3, branching=Branching(rule=Looking()))
+    lengths = rollouts.alive.sum(1).tolist()
+    assert len(rollouts.group) == 6
+    for row in (rollouts.parent >= 0).nonzero().squeeze(1).tolist():
+        assert lengths[row] - int(rollouts.branch_decision[row]) <= 2
+
+
+@pytest.mark.checks("LATR")
+@pytest.mark.parametrize(("part", "branches"), [(1.0, 7), (0.75, 5), (0.5, 3), (0.25, 1), (0.1, 0), (0.0, 0)])
+def test_the_rest_of_a_group_is_no_part_of_its_tree(part: float, branches: int):
+    rule = replace(Looking(), part=part, alike=0.0)
+    rollouts, _ = play(8, groups_of(episode_seeds(0, "x", 2), 8), noise=0.5, branching=Branching(rule=rule))
+    for group in (0, 1):
+        rows = rollouts.group == group
+        assert int(rows.sum()) == 8 and int((rollouts.parent[rows] >= 0).sum()) == branches
+        # Whoever has branches, itself or through them, began as the tree's root.
+        roots = {int(row) for row in rollouts.parent[rows] if row >= 0 and rollouts.parent[row] < 0}
+        assert len(roots) == (1 if branches else 0)

@@ -140,14 +140,20 @@ def test_returns_are_compressed_above_the_threshold_and_stretched_below():
 
 
 @pytest.mark.checks("rewards/verified_steps", "VSRM")
-def test_large_changes_of_the_chance_of_success_are_spread_back():
-    change = torch.tensor([[0.0, 0.5, 0.0, 0.25], [0.0, 0.0, 0.0, 0.0], [0.0, -0.5, 0.05, 0.0]])
-    spread = outcomes.spread_back(change, 0.1, 0.7)
-    expected = torch.tensor([[0.1, 0.5, 0.1, 0.25], [0.0, 0.0, 0.0, 0.0], [-0.1, -0.5, 0.05, 0.0]])
-    torch.testing.assert_close(spread, expected)
-    # two chunks before a change of .3 it is .3 * .7^2 = .147, five before .3 * .7^5 = .0504, under the bound
-    far = outcomes.spread_back(torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 0.3]]), 0.2, 0.7)[0]
-    assert far.tolist() == pytest.approx([0.3 * 0.7**5, 0.3 * 0.7**4, 0.3 * 0.7**3, 0.147, 0.2, 0.3])
+def test_changes_of_the_chance_of_success_are_spread_over_the_four_chunks_before_them():
+    """By the authors' rule: accuracies .25 .25 .75 .75 1; none; a loss before a small change; .3 after 5 zeros."""
+    change = torch.zeros(4, 6)
+    change[0, [1, 3]], change[2, [1, 2]], change[3, 5] = torch.tensor([0.5, 0.25]), torch.tensor([-0.5, 0.05]), 0.3
+    spread = outcomes.spread_back(change, 1e-5, 0.7, 4)
+    expected = [
+        [0.35, 0.5, 0.175, 0.25, 0.0, 0.0],
+        [0.0] * 6,
+        [-0.35, -0.5, 0.05, 0.0, 0.0, 0.0],
+        [0.0, 0.3 * 0.2401, 0.3 * 0.343, 0.3 * 0.49, 0.21, 0.3],
+    ]
+    torch.testing.assert_close(spread, torch.tensor(expected))
+    noisy = torch.tensor([[0.02, -0.03, 0.4, 0.02]])
+    assert outcomes.spread_back(noisy, 0.1, 0.5, 4).tolist() == [pytest.approx([0.1, 0.2, 0.4, 0.02])]
 
 
 @pytest.mark.checks("rewards/verified_steps")
@@ -156,10 +162,10 @@ def test_completions_are_the_episodes_that_branch_off():
     rollouts = make_rollouts(
         [3, 3, 3, 3], [0] * 4, [0.0, 0.0, 1.0, 1.0], parent=[-1, 0, 0, 2], branch_decision=[-1, 2, 1, 2]
     )
-    paid = outcomes.verified_steps(rollouts, CONTEXT, least=1e-3).rewards["verified"]
+    paid = outcomes.verified_steps(rollouts, CONTEXT).rewards["verified"]
     # p: 1/2 at the start and after the first chunk, then 0 or 1 by the branch
-    assert paid[0].sum(-1).tolist() == pytest.approx([-1e-3, -0.5, 0.0])
-    assert paid[3].sum(-1).tolist() == pytest.approx([1e-3, 0.5, 0.0])
+    assert paid[0].sum(-1).tolist() == pytest.approx([-0.35, -0.5, 0.0])
+    assert paid[3].sum(-1).tolist() == pytest.approx([0.35, 0.5, 0.0])
     assert not paid[..., 0].any(), "at the last step of a chunk"
 
 
@@ -167,9 +173,9 @@ def test_completions_are_the_episodes_that_branch_off():
 def test_values_may_stand_for_completions():
     rollouts = make_rollouts([2, 3], [0, 0], [1.0, 0.0])
     v = torch.tensor([[0.4, 0.9, 0.0], [0.5, 0.5, 0.2]])
-    paid = outcomes.verified_steps(rollouts.with_extras(v=v), CONTEXT, by="values", least=1e-6).rewards["verified"]
+    paid = outcomes.verified_steps(rollouts.with_extras(v=v), CONTEXT, by="values").rewards["verified"]
     assert paid[0].sum(-1).tolist() == pytest.approx([0.5, 0.1, 0.0])
-    assert paid[1].sum(-1).tolist() == pytest.approx([-1e-6, -0.3, -0.2])
+    assert paid[1].sum(-1).tolist() == pytest.approx([-0.21, -0.3, -0.2])
     with pytest.raises(ConfigError, match="models=\\[q_ensemble\\]"):
         outcomes.verified_steps(rollouts, CONTEXT, by="values")
     with pytest.raises(ConfigError, match=r"verified_steps\.by=tries"):

@@ -55,7 +55,8 @@ def top_entropy(
 def entropy_gain(rollouts: Rollouts, advantage: Tensor, context: Context, *, gain: float = 0.2) -> Tensor:
     """Uncertain steps weigh more: A (1 + gain z), z the step's entropy standardised over the batch's scored steps.
 
-    The paper's gain was not found; .2 is chosen here. Takes and returns A [B, T, K].
+    gain: as in public copies of the authors' code, which standardise the policy's present entropies over a minibatch;
+    here they are those of the policy that acted. Takes and returns A [B, T, K].
     """
     return advantage * (1 + gain * standardise(entropy_of(rollouts), rollouts.mask))
 

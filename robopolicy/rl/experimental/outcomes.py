@@ -109,20 +109,17 @@ def bent(rollouts: Rollouts, context: Context, *, threshold: float = 0.8, alpha:
     return replace(rollouts, rewards={**rollouts.rewards, "bent": paid_at_end(rollouts, value - returns)})
 
 
-def spread_back(change: Tensor, least: float, decay: float) -> Tensor:
-    """Give small changes [B, T] the sign of the next large one, with min(|d_q| decay^(q - t), least); none: unchanged.
-
-    Large: |d| >= least.
+def spread_back(change: Tensor, least: float, decay: float, reach: int) -> Tensor:
+    """Replace small changes [B, T], |d| < least, by decay^(q - t) d_q of the next large one, at most `reach` chunks
+    later; where there is none they stay.
     """
-    following = torch.zeros_like(change[:, 0])
+    large = torch.zeros_like(change[:, 0])
+    distance = torch.full_like(large, reach + 1.0)
     columns: list[Tensor] = []
-    for column in reversed(range(change.shape[1])):
-        column_change = change[:, column]
-        following = decay * following
-        bent_change = following.sign() * following.abs().clamp(max=least)
-        is_large = column_change.abs() >= least
-        columns.append(torch.where(is_large, column_change, torch.where(following != 0, bent_change, column_change)))
-        following = torch.where(is_large, column_change, following)
+    for column in change.unbind(1)[::-1]:
+        distance = torch.where(column.abs() >= least, 0.0, distance + 1)
+        large = torch.where(distance == 0, column, large)
+        columns.append(torch.where(distance <= reach, decay**distance * large, column))
     return torch.stack(columns[::-1], 1)
 
 
@@ -133,16 +130,19 @@ def verified_steps(
     *,
     by: str = "completions",
     weight: float = 1.0,
-    least: float = 0.1,
+    least: float = 1e-5,
     decay: float = 0.7,
+    reach: int = 4,
 ) -> Rollouts:
-    """Add the change of the chance of success at every chunk, d_t = p_t - p_(t-1), and spread large changes back.
+    """Add the change of the chance of success at every chunk, d_t = p_t - p_(t-1), and spread changes back.
 
-    Where |d_t| < least, d_t = sign(d_q) min(|d_q| decay^(q - t), least) of the next chunk q with |d_q| >= least. by:
-    completions, p_t is the mean success of the episodes that continue after chunk t, which branch there
-    (finetune.branch_at, branch_width); or values, V of the next state by models=[q_ensemble] with target=monte_carlo.
-    Before the first chunk p is the group's success rate. The rule of spreading is from memory of the paper. Raises
-    ConfigError for an unknown `by`, for values without the model, and for branches inside policy calls.
+    Where |d_t| < least, d_t = decay^(q - t) d_q of the next chunk q with |d_q| >= least, at most `reach` chunks later,
+    all three as in the authors' code. It is for advantages of single chunks (gae, step_groups): over an episode the
+    changes sum up to its outcome minus the group's rate, beside what is spread. by: completions, p_t is the mean
+    success of the episodes that continue after chunk t, which branch there (finetune.branch_at, branch_width); or
+    values, V of the next state by models=[q_ensemble] with target=monte_carlo. Before the first chunk p is the group's
+    success rate. Raises ConfigError for an unknown `by`, for values without the model, and for branches inside policy
+    calls.
     """
     if by not in ("completions", "values"):
         raise unknown_option("verified_steps.by", by, ("completions", "values"))
@@ -166,7 +166,7 @@ def verified_steps(
     change = torch.where(alive, chance - torch.cat([before, chance[:, :-1]], 1), 0.0)
     reward = torch.zeros_like(rollouts.valid, dtype=torch.float32)
     place = (rollouts.duration - 1).clamp(min=0)
-    amount = weight * torch.where(alive, spread_back(change, least, decay), 0.0)
+    amount = weight * torch.where(alive, spread_back(change, least, decay, reach), 0.0)
     term = reward.scatter(-1, place[..., None], amount[..., None].float())
     return replace(rollouts, rewards={**rollouts.rewards, "verified": term})
 
