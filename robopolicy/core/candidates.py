@@ -127,7 +127,7 @@ def mean_of_successes(scores: Tensor, threshold: float = 0.05) -> Tensor:
 AGGREGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda scores: scores.mean(-1),
     "lower_bound": lambda scores: scores.mean(-1) - scores.std(-1, correction=0),
-    "median": lambda scores: scores.median(-1).values,
+    "median": lambda scores: scores.quantile(0.5, -1),
     "majority": majority_mean,
     "successes": mean_of_successes,
 }

@@ -8,6 +8,7 @@ the difference.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from statistics import median
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -94,9 +95,10 @@ class Spear(Buffer):
     """Self-imitation: replay good past episodes with an advantage relative to the policy's current performance.
 
     Episodes with positive advantage are stored, the best `capacity` of them, for `age` iterations. At each use their
-    advantage is R minus the median of the recent groups' mean returns, divided by the standard deviation of returns;
-    those no longer positive are left out. Their weight grows along a cosine to `weight` over the first `warmup`
-    fraction of the run.
+    advantage is R minus the median of the recent groups' mean returns, divided by the standard deviation of the current
+    returns, unless these are all equal; those no longer positive are left out. Their weight grows along a cosine to
+    `weight` over the first `warmup` fraction of the run. In the paper nothing is divided, neither here nor for current
+    episodes, and old episodes are learned from after the current ones, not in the same minibatches.
     """
 
     def __init__(
@@ -118,7 +120,9 @@ class Spear(Buffer):
         if not past or not context.history:
             return rollouts
         # The median: one lucky group does not move what counts as usual by now.
-        middle, spread = _median(context.history[-64:]), float(returns.std(unbiased=False)) + 1e-6
+        middle, spread = median(context.history[-64:]), float(returns.std(unbiased=False)) + 1e-6
+        # Where all succeed or all fail there is no scale, and no end to what a past success would count.
+        spread = spread if float(returns.max()) > float(returns.min()) else 1.0
         older_parts: list[Rollouts] = []
         for part in past:
             advantage = (part.row_return - middle) / spread
@@ -160,10 +164,6 @@ def with_advantage(rollouts: Rollouts, per_row: Tensor) -> Rollouts:
     """Set the advantage of every scored step of a row to [B]."""
     scored_mask = rollouts.mask & rollouts.alive[..., None]
     return rollouts.with_extras(advantage=torch.where(scored_mask, per_row[:, None, None].float(), 0.0))
-
-
-def _median(values: tuple[float, ...]) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).median())
 
 
 keep_former_names(__name__, {"joined": "append_rollouts"})

@@ -191,40 +191,66 @@ def test_episodes_of_the_teacher_are_distilled_by_the_forward_kl_with_a_weight_o
     )
 
 
-def tip_weights(student: np.ndarray, teacher: np.ndarray, alpha: float, gamma: float) -> np.ndarray:
-    """(H / log V)^alpha (JSD / log 2)^gamma, as in HJSang/OPSD_OnPolicyDistillation at 65ad87b (src/opd/losses.py)."""
+def tip_scores(student: np.ndarray, teacher: np.ndarray) -> np.ndarray:
+    """Soft-OR of entropy and KL(student || teacher) of steps [n, V], as in section 6 of the paper."""
+
+    def scaled(values: np.ndarray) -> np.ndarray:
+        return (values - values.min()) / (values.max() - values.min())
+
     p, q = np.exp(student), np.exp(teacher)
-    middle = np.log((p + q) / 2)
-    entropy = -(p * student).sum(-1) / math.log(p.shape[-1])
-    divergence = ((p * (student - middle)).sum(-1) + (q * (teacher - middle)).sum(-1)) / 2 / math.log(2)
-    return entropy**alpha * divergence**gamma
+    entropy = -(p * np.log(p)).sum(-1) / math.log(p.shape[-1])
+    uncertain = scaled(np.minimum(entropy, np.quantile(entropy, 0.98)))
+    wrong = scaled((p * np.log(p / q)).sum(-1))
+    return uncertain + wrong - uncertain * wrong
 
 
-@pytest.mark.checks("auxiliaries/distill")
-@pytest.mark.parametrize(("share", "alpha", "gamma"), [(0.25, 1.0, 1.0), (0.5, 2.0, 0.5)])
-def test_tip_draws_steps_without_replacement_by_entropy_and_divergence(share: float, alpha: float, gamma: float):
-    """Four steps: sure and alike, sure and wrong, unsure and alike, unsure and apart."""
-    student = torch.tensor([[4.0, 0, 0], [4.0, 0, 0], [0.5, 0.4, 0], [0.5, 0.4, 0]], dtype=torch.float64)[None]
-    teacher = torch.tensor([[3.5, 0, 0], [0, 4.0, 0], [0.4, 0.6, 0.1], [0, 0, 3.0]], dtype=torch.float64)[None]
-    student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
-    weights = tip_weights(student[0].numpy(), teacher[0].numpy(), alpha, gamma)
-    one = weights / weights.sum()
-    # Two without replacement: i first and j then, or the other way round.
-    first = one[:, None] * one[None] / (1 - one[:, None]) * (1 - np.eye(4))
-    included = one if share == 0.25 else (first + first.T).sum(1)
-    mask, context = torch.ones(1, 4, dtype=torch.bool), Context(torch.Generator().manual_seed(0))
-    counts = np.zeros(4)
-    for _ in range(600):
-        leaf = student.clone().requires_grad_()
-        inputs = speaking(leaf, teacher, mask)
-        loss = experimental_auxiliaries.distill(
-            AuxiliaryInputs(**{**vars(inputs), "context": context}), share=share, alpha=alpha, gamma=gamma
-        )
-        (gradient,) = torch.autograd.grad(loss, leaf)
-        counts += (gradient[0].abs().sum(-1) > 0).numpy()
-    assert counts.sum() == 600 * 4 * share
-    assert (counts / 600).tolist() == pytest.approx(included.tolist(), abs=0.06)
-    assert included[1] > included[0] and included[3] > included[2]
+def kept_steps(student: Tensor, teacher: Tensor, mask: Tensor, share: float) -> list[int]:
+    """The steps that get a gradient, of log-probabilities [n, k, V], as places in the flattened minibatch."""
+    leaf = student.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        experimental_auxiliaries.distill(speaking(leaf, teacher, mask), share=share), leaf
+    )
+    return (gradient.abs().sum(-1) > 0).flatten().nonzero().squeeze(1).tolist()
+
+
+@pytest.mark.checks("auxiliaries/distill", "TIP")
+def test_tip_keeps_steps_where_the_student_is_uncertain_or_wrong():
+    """Steps: sure and alike, sure and wrong, unsure and alike, a little of both, and one that does not count."""
+    p = torch.tensor([[0.98, 0.01, 0.01], [0.98, 0.01, 0.01], [0.34, 0.33, 0.33], [0.7, 0.2, 0.1], [0.5, 0.3, 0.2]])
+    q = torch.tensor([[0.97, 0.02, 0.01], [0.01, 0.98, 0.01], [0.33, 0.34, 0.33], [0.4, 0.3, 0.3], [1e-9, 0.5, 0.5]])
+    student, teacher = p.double().log()[None], q.double().log()[None]
+    mask = torch.tensor([[True, True, True, True, False]])
+    assert kept_steps(student, teacher, mask, 0.5) == [1, 2]  # a product of both would keep the fourth
+    assert kept_steps(student, teacher, mask, 0.9) == [1, 2, 3]  # whole steps: .9 of four are three
+    assert len(kept_steps(student, teacher, mask, 0.01)) == 1
+    loss = experimental_auxiliaries.distill(speaking(student, teacher, mask), share=0.5)
+    assert float(loss) == pytest.approx(float((p * (p / q).log()).sum(-1)[1:3].mean()), rel=1e-5)
+
+
+@pytest.mark.checks("auxiliaries/distill", "TIP")
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.75])
+def test_tip_keeps_the_largest_scores_of_the_papers_formula(share: float):
+    student, teacher = random(8, 25, 5).log_softmax(-1), (3 * random(8, 25, 5, seed=1)).log_softmax(-1)
+    mask = torch.rand(8, 25, generator=torch.Generator().manual_seed(2)) < 0.7
+    scores = tip_scores(student[mask].numpy(), teacher[mask].numpy())
+    largest = np.argsort(-scores)[: int(share * len(scores))]
+    expected = mask.flatten().nonzero().squeeze(1)[torch.tensor(np.sort(largest))]
+    assert kept_steps(student, teacher, mask, share) == expected.tolist()
+
+
+@pytest.mark.checks("auxiliaries/distill", "TIP")
+def test_tip_chooses_gaussian_steps_by_the_distance_to_the_teacher_and_equal_ones_by_place():
+    mean = torch.tensor([0.0, 1.0, 2.0])[None, :, None, None].expand(1, 3, 4, 2)
+    std, told = torch.ones(1, 3, 1, 1), torch.zeros(1, 3, 4, 2)
+    scores = Scores(std[..., 0, 0], std[..., 0, 0], {"mean": mean, "std": std})
+    teacher = Toy(Scores(std[..., 0, 0], std[..., 0, 0], {"mean": told}))
+    inputs = inputs_of(scores=scores, teacher=teacher, mask=torch.ones(1, 3, dtype=torch.bool))
+    assert float(experimental_auxiliaries.distill(inputs, share=0.34)) == pytest.approx(2.0)  # 2^2 / 2, of one step
+    same = torch.zeros(1, 4, 3).log_softmax(-1)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    assert float(experimental_auxiliaries.distill(speaking(same, same, mask), share=0.5)) == 0.0
+    nothing = torch.zeros(1, 4, dtype=torch.bool)
+    assert float(experimental_auxiliaries.distill(speaking(same, same, nothing), share=0.5)) == 0.0
 
 
 class ByLength:

@@ -41,6 +41,27 @@ def test_good_episodes_come_back_judged_against_the_median_of_recent_groups():
 
 
 @pytest.mark.checks("replay/spear")
+@pytest.mark.parametrize(("history", "kept", "gain"), [((0.0, 1.0), 1, 0.5), ((0.0, 0.0, 1.0), 2, 1.0)])
+def test_the_median_of_two_groups_lies_between_them(history, kept, gain):
+    spear = Spear(warmup=0.0, weight=1.0, share=10.0)
+    first = batch([1.0, 0.25], seed=1)
+    spear.mix(first.with_extras(advantage=torch.ones_like(first.extras["advantage"])), iteration(1))
+    today = batch([1.0, 0.0], seed=2)
+    mixed = spear.mix(today, iteration(2, history=history))
+    assert len(mixed.group) == 2 + kept  # .25 is no more than usual where usual is .5
+    assert float(mixed.extras["advantage"][2, 0, 0]) == pytest.approx(gain / 0.5, rel=1e-4)
+
+
+@pytest.mark.checks("replay/spear")
+@pytest.mark.parametrize("outcome", [0.0, 1.0])
+def test_a_past_success_counts_no_more_than_its_return_where_all_outcomes_are_equal(outcome):
+    spear = Spear(warmup=0.0, weight=0.5, share=10.0)
+    spear.mix(batch([1.0, 0.0], seed=1), iteration(1))
+    mixed = spear.mix(batch([outcome, outcome], seed=2), iteration(2, history=(0.25, 0.25)))
+    assert float(mixed.extras["advantage"][2, 0, 0]) == pytest.approx(0.5 * 0.75)
+
+
+@pytest.mark.checks("replay/spear")
 def test_what_is_no_longer_better_than_most_is_left_out_and_the_weight_grows():
     spear = Spear(warmup=0.5, weight=1.0, share=10.0)
     spear.mix(batch([1.0, 0.0], seed=1), iteration(0))

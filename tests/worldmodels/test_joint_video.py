@@ -89,6 +89,7 @@ def test_values_are_scaled_to_what_was_recorded(begun):
 def test_the_papers_majority_tells_success_from_failure_by_a_threshold():
     """Above .05 is success: the mean of successes if they are at least half, else 0."""
     scores = torch.tensor([[0.5, 0.6, 0.9, 0.02], [0.02, 0.6, 0.8, 0.01], [0.02, 0.05, 0.9, 0.01]])
+    assert AGGREGATED["median"](torch.tensor([[0.1, 0.2, 0.4, 0.8]])).tolist() == pytest.approx([0.3])
     assert AGGREGATED["successes"](scores).tolist() == pytest.approx([2 / 3, 0.7, 0.0])
 
 

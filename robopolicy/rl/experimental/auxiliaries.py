@@ -80,8 +80,6 @@ def distill(
     *,
     weight: float = 1.0,
     share: float = 1.0,
-    alpha: float = 1.0,
-    gamma: float = 1.0,
     divergence: str = "reverse",
     top: int = 0,
     clip_element: float | None = None,
@@ -96,11 +94,12 @@ def distill(
     all; clip_element: upper bound of every element of the sum (PW-OPSD uses forward and .05). ratio_cap: weight a step
     by its ratio to the policy before the update, at most this (Vision-OPD: 2). position: (least, middle, width), weight
     a chunk at the fraction f of its episode by least + (1 - least) sigmoid((f - middle) / width) (PW-OPSD: .25, .3,
-    .1). share < 1 selects that fraction of the steps without replacement, with probability growing with (entropy / log
-    V)^alpha (Jensen-Shannon divergence / log 2)^gamma (TIP), i.e. where the student is uncertain or disagrees. taught:
-    at steps of episodes that the teacher played (allocator=teacher_rollouts), this factor times the forward KL instead
+    .1). share < 1: only this fraction of the minibatch's steps counts, those with the largest 1 - (1 - h) (1 - d):
+    where the student is uncertain or the teacher disagrees (TIP: .5, of each answer). h: the student's entropy over log
+    V, cut at its 98 % quantile, and d: KL(student || teacher), both scaled to [0, 1] over the minibatch. taught: at
+    steps of episodes that the teacher played (allocator=teacher_rollouts), this factor times the forward KL instead
     (BRTS: 10, in its code .05); the mean is over all steps together. Gaussian steps have equal standard deviations, so
-    their KL is the squared distance of means in both directions and all steps count. Distributions are compared by
+    their KL is the squared distance of means in both directions, and h is 0. Distributions are compared by
     extras of the scores: log_probabilities [n, k, V], or mean [n, k, P, A] and std. Returns a scalar. Raises
     ConfigError without a teacher, if the two share neither extra, or for options that only tokens have.
     """
@@ -115,22 +114,25 @@ def distill(
         # Summed over the vocabulary and not sampled, so it has no variance of its own.
         distance = distillation.divergence(student, teacher, divergence, top, clip_element)
         on_taught = distance if taught is None else distillation.divergence(student, teacher, "forward", top)
-        if share < 1 and inputs.steps_per_row is not None:
-            raise ConfigError(
-                "options.distill.share below 1 compares all steps of a minibatch, which data-parallel processes "
-                "divide: set it to 1, or train in one process."
-            )
-        if share < 1:
-            mask = _informative(student.detach(), teacher, mask, share, alpha, gamma, inputs.context.generator)
-            step_weights = step_mean(mask)
+        disagreement = distillation.divergence(student, teacher, "reverse", 0)
+        entropy = -(student.exp() * student).sum(-1) / math.log(student.shape[-1])
     elif "mean" in student_extras and "mean" in teacher_extras:
         means, std = (student_extras["mean"], teacher_extras["mean"]), student_extras["std"]
         distance = on_taught = distillation.squared_distance(*means, std, divergence, top, clip_element)
+        disagreement, entropy = distance, torch.zeros_like(distance)
     else:
         raise ConfigError(
             "auxiliaries=[distill] needs a teacher of the student's policy kind; auxiliaries=[dagger] imitates any "
             "teacher."
         )
+    if share < 1:
+        if inputs.steps_per_row is not None:
+            raise ConfigError(
+                "options.distill.share below 1 compares all steps of a minibatch, which data-parallel processes "
+                "divide: set it to 1, or train in one process."
+            )
+        mask = _informative(entropy.detach(), disagreement.detach(), mask, share)
+        step_weights = step_mean(mask)
     taught_mask = inputs.extras.helped
     if taught is not None and taught_mask is not None:
         distance = torch.where(taught_mask[:, None], taught * on_taught, distance)
@@ -140,25 +142,23 @@ def distill(
     return weight * (step_weights * torch.where(mask, distance, 0.0)).sum()
 
 
-def _informative(
-    student: Tensor, teacher: Tensor, mask: Tensor, share: float, alpha: float, gamma: float, draws: torch.Generator
-) -> Tensor:
-    """Return the steps [n, k] that TIP keeps; Gumbel keys draw without replacement."""
-    vocabulary = torch.tensor(float(student.shape[-1]), device=student.device)
-    entropy = -(student.exp() * student).sum(-1) / vocabulary.log()
-    middle = torch.logaddexp(student, teacher) - torch.log(torch.tensor(2.0))
-    divergence = (
-        0.5
-        * ((student.exp() * (student - middle)).sum(-1) + (teacher.exp() * (teacher - middle)).sum(-1))
-        / torch.log(torch.tensor(2.0))
-    )
-    score = alpha * entropy.clamp(min=1e-8).log() + gamma * divergence.clamp(min=1e-8).log()
-    uniform = torch.rand(score.shape, generator=draws, device=draws.device).clamp(min=1e-12)
-    keys = torch.where(mask, score - torch.log(-torch.log(uniform)), -torch.inf).flatten()
-    count = max(1, round(share * int(mask.sum())))
+def _informative(entropy: Tensor, disagreement: Tensor, mask: Tensor, share: float) -> Tensor:
+    """Return the `share` of the steps [n, k], at least one, that TIP keeps by entropy or disagreement, [n, k] each."""
+    if not bool(mask.any()):
+        return mask
+    entropy = entropy.clamp(max=entropy[mask].double().quantile(0.98).to(entropy))
+    score = 1 - (1 - _scaled(entropy, mask)) * (1 - _scaled(disagreement, mask))
+    keys = torch.where(mask, score, -torch.inf).flatten()
+    count = max(1, int(share * int(mask.sum()) + 1e-9))
     return (
         torch.zeros_like(keys, dtype=torch.bool).scatter(0, keys.topk(count).indices, True).reshape(mask.shape) & mask
     )
+
+
+def _scaled(values: Tensor, mask: Tensor) -> Tensor:
+    """Return `values`, scaled so that those in `mask` reach from 0 to 1; zeros if these are all the same."""
+    low, high = values[mask].min(), values[mask].max()
+    return (values - low) / (high - low) if high > low else torch.zeros_like(values)
 
 
 @mechanism(
