@@ -181,7 +181,7 @@ def test_the_most_different_returns_are_kept():
         True,
         False,
         False,
-        False,
+        True,  # one of two would have no advantage
         True,
     ]
 

@@ -265,7 +265,8 @@ class GroupDro(Beliefs):
     Bins between `edges` of the mean rate of the last `window` visits (.5 before the first); q = (1 - explore)
     softmax(sharpness S) + explore / bins, S <- decay S + (1 - decay) (mean loss / share of the batch), where the loss
     of an episode is 1 - success: GRPO's own, minus the mean of A times the ratio, is 0 on its own data. The paper draws
-    by q; the authors' code weighs samples by q over share instead.
+    by q; the authors' code weighs samples by q over share instead, and its rate of a visit is pass@k, 1 if any episode
+    of the group succeeded, 0 before the first.
     """
 
     def __init__(

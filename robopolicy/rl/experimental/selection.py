@@ -43,7 +43,7 @@ def max_variance(rollouts: Rollouts, context: Context, *, keep: float = 0.5, fin
     final: fraction at the end of the run, None for `keep` throughout. It grows linearly in between (D3S goes from a
     small fraction to all, so that low-signal episodes are not forgotten; its schedule is not in the abstract). D3S's
     second level, steps, is credit=[d3s_steps]. Its variant that selects across groups is omitted because advantages are
-    computed from the kept episodes, and a group of one episode has none. Returns keep [B] bool.
+    computed from the kept episodes, and a group of one episode has none: two are kept at least. Returns keep [B] bool.
     """
     share = keep if final is None else keep + (final - keep) * context.share
     returns = rollouts.row_return
@@ -51,7 +51,7 @@ def max_variance(rollouts: Rollouts, context: Context, *, keep: float = 0.5, fin
     for group in distinct(rollouts.group)[0]:
         members = (rollouts.group == group).nonzero().squeeze(1)
         order = members[returns[members].argsort(stable=True)]
-        count = max(1, round(share * len(order)))
+        count = max(min(2, len(order)), round(share * len(order)))
         splits = [torch.cat([order[:low], order[len(order) - count + low :]]) for low in range(count + 1)]
         kept_mask[max(splits, key=lambda rows: float(returns[rows].var(unbiased=False)))] = True
     return kept_mask
