@@ -13,7 +13,7 @@ from torch import Tensor
 from robopolicy.core.arrays import Array
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl.context import Context
-from robopolicy.rl.registry import Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 class TaskSampler(Protocol):
@@ -344,7 +344,7 @@ def knapsack(rate: Array, budget: int, low: int, high: int) -> Array:
     return result
 
 
-@mechanism(Slot.ALLOCATOR, "knapsack", source="Knapsack RL, arXiv:2509.25849")
+@mechanism(Slot.ALLOCATOR, "knapsack", source="Knapsack RL, arXiv:2509.25849", needs=(Need.STARTS,))
 class Knapsack(Uniform):
     """Solve a knapsack problem: initial states with uncertain outcome get large groups, with a fixed total of episodes.
 

@@ -18,10 +18,12 @@ from robopolicy.core.spec import STATE
 from robopolicy.policies.configuration import Likelihood, PolicyKind
 from robopolicy.rl import registry
 from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.context import Context
 from robopolicy.rl.critic import state_critic
+from robopolicy.rl.initial_states import UniformSampler
 from robopolicy.rl.registry import Mechanism, Need, Slot, mechanism, mechanisms
 from robopolicy.training.acting import DemonstratingPolicy
-from robopolicy.training.collection import make_collector, note_idle_sampler, note_idle_settings
+from robopolicy.training.collection import EpisodeCollector, make_collector, note_idle_sampler, note_idle_settings
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import recompute_log_probs
 from robopolicy.training.finetune import FinetuneConfig, finetune
@@ -370,7 +372,31 @@ def test_a_sampler_that_chooses_says_nothing(changes: dict):
         note_idle_sampler(build_algorithm(config), config)
 
 
-@pytest.mark.parametrize(("setting", "value"), [("branch_by", "arpo"), ("branch_at", (2,)), ("overprovision", 0.5)])
+@pytest.mark.parametrize("starts", [0, 4])
+def test_without_a_pool_nothing_is_believed_of_a_places_initial_state(starts: int):
+    """Place 0 of a batch is another initial state in the next one: what it did says nothing."""
+    world, config = SeeingWorld(4), replace(CONFIG, advantage="grpo", num_initial_states=starts)
+    policy, algorithm = token_policy(world), build_algorithm(config)
+    policy.prepare_finetuning()
+    collector = make_collector(world, policy, algorithm, config, 0, torch.Generator().manual_seed(0))
+    assert isinstance(collector, EpisodeCollector) and isinstance(collector.sampler, UniformSampler)
+    rollouts = collector.collect(0)
+    collector.observe(rollouts, algorithm.prepare(rollouts, Context(torch.Generator())))
+    assert len(collector.sampler.counts) == (2 if starts else 0)
+
+
+@pytest.mark.parametrize("name", ["knapsack", "mixed", "shadow_price", "dart"])
+def test_allocators_by_predicted_rates_need_initial_states_that_recur(name: str):
+    policy = token_policy(world := SeeingWorld(4))
+    policy.prepare_finetuning()
+    with pytest.raises(ConfigError, match=f"allocator={name}.* needs a pool of initial states"):
+        finetune(policy, None, world, replace(CONFIG, advantage="grpo", allocator=name))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("branch_by", "arpo"), ("branch_at", (2,)), ("overprovision", 0.5), ("allocator", "dars")],
+)
 def test_a_setting_of_whole_episodes_says_where_it_has_no_effect(setting, value):
     streams = replace(FinetuneConfig(), **{setting: value})
     with pytest.warns(RobopolicyNote, match=f"{setting}=.* has no effect.*algorithm=grpo"):

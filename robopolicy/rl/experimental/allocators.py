@@ -22,7 +22,7 @@ def chance_of_other(outcome: Array, value: Array, count: Array | int) -> Array:
     return 1 - (outcome * value + (1 - outcome) * (1 - value)) ** count
 
 
-@mechanism(Slot.ALLOCATOR, "mixed", source="TRACE, arXiv:2606.11119")
+@mechanism(Slot.ALLOCATOR, "mixed", source="TRACE, arXiv:2606.11119", needs=(Need.STARTS,))
 class Mixed(Uniform):
     """Give episodes one by one to the initial state whose chance of mixed outcomes grows most by one more.
 

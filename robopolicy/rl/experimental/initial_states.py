@@ -354,7 +354,7 @@ def cheapest_arms(value: Array, arms: Array, counts: Array, budget: int) -> Arra
     return np.array(max(choice for total, choice in best.items() if abs(total - budget) == nearest)[1])
 
 
-@mechanism(Slot.ALLOCATOR, "shadow_price", source="GDRO, arXiv:2601.19280")
+@mechanism(Slot.ALLOCATOR, "shadow_price", source="GDRO, arXiv:2601.19280", needs=(Need.STARTS,))
 class ShadowPrice(Uniform):
     """Group sizes by a bandit in every bin of success rates, with a shadow price on episodes that holds their mean.
 
@@ -442,7 +442,7 @@ class Dars(Uniform):
         return np.clip(np.ceil(extra_episodes - 1e-9), 0, np.maximum(self.most - sizes, 0)).astype(int).tolist()
 
 
-@mechanism(Slot.ALLOCATOR, "dart", source="DART-GUI, arXiv:2509.23866")
+@mechanism(Slot.ALLOCATOR, "dart", source="DART-GUI, arXiv:2509.23866", needs=(Need.STARTS,))
 class Dart(Uniform):
     """Fewer and shorter episodes where the policy succeeds: n = max(least, round(N (1 - rate))) of N = group_size.
 

@@ -72,15 +72,17 @@ EPISODES_ONLY = "branch_at", "branch_by", "branch_sampling_step", "max_idle_chun
 
 
 def note_idle_settings(algorithm: Algorithm, config: FinetuneConfig) -> None:
-    """Note a sampler with nothing to choose, and settings of whole episodes for an algorithm that learns from
-    streams.
+    """Note a sampler with nothing to choose, and an allocator and settings of whole episodes for an algorithm that
+    learns from streams.
     """
     note_idle_sampler(algorithm, config)
     if algorithm.needs & WHOLE:
         return
     default = FinetuneConfig()
-    for name in EPISODES_ONLY:
-        if (value := getattr(config, name)) != getattr(default, name):
+    allocator = algorithm.resolved.slots[Slot.ALLOCATOR][0].entry.name
+    settings = {name: (getattr(config, name), getattr(default, name)) for name in EPISODES_ONLY}
+    for name, (value, usual) in {"allocator": (allocator, "uniform"), **settings}.items():
+        if value != usual:
             warnings.warn(
                 f"{name}={value} has no effect, since this algorithm learns from streams and not from whole episodes: "
                 "choose one that compares groups, such as algorithm=grpo.",

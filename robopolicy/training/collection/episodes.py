@@ -207,7 +207,7 @@ class EpisodeCollector:
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
         """Update sampler and hint with each initial state's success, mean absolute advantage and depth in its
-        demonstration.
+        demonstration, if initial states come from a pool and recur.
         """
         start_numbers, place = torch.unique(collected.extras["start"][:, 0], return_inverse=True)
 
@@ -223,9 +223,11 @@ class EpisodeCollector:
         size = prepared.extras["advantage"].abs().sum((1, 2)) / prepared.extras["episode_steps"][:, 0].clamp(min=1)
         advantage = per_start(size, group_index) / episodes
         starts = start_numbers.cpu().numpy()
-        self.sampler.observe(starts, success_counts, episodes, advantage)
         if isinstance(self.allocator, SeesRollouts):
             self.allocator.observe_rollouts(collected)
+        if not self.config.num_initial_states:
+            return  # numbers of places in the batch: other initial states have them in the next iteration
+        self.sampler.observe(starts, success_counts, episodes, advantage)
         if isinstance(self.allocator, SeesLengths):
             rows = (collected.extras["start"][:, 0], collected.alive.sum(1), collected.row_success)
             self.allocator.observe_lengths(*(each.cpu().numpy() for each in rows))
