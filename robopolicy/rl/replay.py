@@ -2,8 +2,8 @@
 
 They take rollouts with `advantage` in their extras and without next observations, and return them together with older
 rows. The trainer recomputes the log-probabilities of older rows, so that clipping is relative to the current policy
-(`logp_proximal`) and the recorded ones stay available (`logp_behaviour`); coefficient=decoupled_ppo or rec corrects for
-the difference.
+(`logp_proximal`) and the recorded ones stay available (`logp_behaviour`); coefficient=decoupled_ppo or min_pro corrects
+for the difference. With proximal_policy=behaviour every ratio is to the policy that acted.
 """
 
 from collections.abc import Mapping

@@ -119,7 +119,9 @@ def device_of(tools: Tools) -> torch.device:
 
 
 class ImplicitReward(SideNetwork[Trainable]):
-    """r = beta (log phi - log base) of every step, with phi a copy of the policy trained on outcomes only.
+    """r = beta (log phi - log reference) of every step, with phi a copy of the policy trained on outcomes only.
+
+    The reference is the frozen base policy, or what a model's `reference` returns.
 
     Adds extras["process"] [B, T, K]. The sum over an episode is its success logit (Rafailov et al. 2024,
     arXiv:2404.12358: a log-ratio is an advantage). The same holds for denoising chains with transition densities.
@@ -140,7 +142,7 @@ class ImplicitReward(SideNetwork[Trainable]):
         have the same outcome, it is not informative about their chunks.
         """
         with torch.no_grad():
-            reference = self._logp(require_input(self.tools.base, "base"), rollouts)
+            reference = self._logp(self.reference(), rollouts)
         telling = mixed_groups(rollouts).nonzero().squeeze(-1)
         for places in minibatches(len(telling), self.minibatch, self.epochs, context):
             index = telling[places]
@@ -165,6 +167,10 @@ class ImplicitReward(SideNetwork[Trainable]):
         its own.
         """
         raise NotImplementedError
+
+    def reference(self) -> ScoredPolicy:
+        """Return the policy that phi is compared with."""
+        return require_input(self.tools.base, "base")
 
     def _logp(self, policy: ScoredPolicy, rollouts: Rollouts) -> Tensor:
         """Log-probabilities of all steps, including copied prefixes, [b, t, K], 0 on padding."""

@@ -505,8 +505,8 @@ class Learner:
         return max(1, int(source.mask[..., steps].sum(-1).max())) if len(source.mask) else len(steps)
 
     def _choose_steps(self, batch: Rollouts, draws: torch.Generator) -> tuple[Tensor, bool]:
-        """Return the indices of the steps to evaluate, [b, t, k], and whether they are a subset; noisy steps come
-        first.
+        """Return the indices of the steps to evaluate, [b, t, k] in the chain's order, and whether they are a subset;
+        noisy steps are preferred.
         """
         steps = self._steps().to(draws.device)
         shape, count = (*batch.shape, len(steps)), min(self.scored_steps or self.most, self.most)
@@ -517,7 +517,8 @@ class Learner:
             priorities = torch.rand(shape, generator=draws, device=draws.device)
             # A random order among the noisy steps, with the others behind all of them.
             order = torch.where(order > 0, priorities, -1.0)
-        return steps[order.topk(count, dim=-1).indices], True
+        # topk leaves ties in any order, and coefficients such as min_pro read what came before a step.
+        return steps[order.topk(count, dim=-1).indices.sort(-1).values], True
 
     @torch.no_grad()
     def _take_back(self) -> None:

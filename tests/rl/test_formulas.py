@@ -100,6 +100,16 @@ def test_the_prefix_of_min_pro_may_exceed_one():
     torch.testing.assert_close(weight, expected)
 
 
+@pytest.mark.checks("coefficient/min_pro")
+def test_min_pro_corrects_old_data_also_where_the_proximal_policy_is_the_current_one():
+    rollouts = make_rollouts([3], [0], steps=1)
+    change = torch.tensor([0.5, 2.0, 1.35], dtype=torch.float64).log()[None, :, None]
+    current = rollouts.logp_behaviour + change
+    scored = make_scored(replace(rollouts, logp_proximal=current), current, torch.ones_like(current))
+    weight = experimental_coefficients.min_pro(scored)[0].flatten()
+    assert weight.tolist() == pytest.approx([0.5, 1.0, 0.675]), "to the policy that acted, before the first step too"
+
+
 @pytest.mark.checks("coefficient/bapo")
 def test_bapo_leaves_bounds_alone_where_clipped_values_are_already_in_balance():
     # min(r, 1.2) A sums to 2.4 over the good, max(r, 0.6) |A| to 1.6 over the bad.

@@ -21,7 +21,7 @@ def context() -> Context:
 
 
 def log_ratio(rollouts, weight: Tensor) -> Tensor:
-    """log phi - log base of every step [B, T, K], 0 on padding: the base of `tools` scores everything 0."""
+    """log phi of every step [B, T, K], 0 on padding, which is linear in the weight: of a ratio, in the difference."""
     state = rollouts.observation[STATE][:, :, 0, None].expand(*rollouts.mask.shape, -1)
     inputs = torch.cat([state, rollouts.latents["x"][..., None]], -1)
     return torch.where(rollouts.alive[..., None], inputs @ weight, 0.0)
@@ -62,13 +62,15 @@ def test_oprl_learns_pairs_of_a_start_by_the_loss_of_dpo():
     start = torch.tensor([0.3, -0.2, 0.5, 0.7])
     policy.weight.data.copy_(start)
     model = Oprl(tools(policy), beta=0.4, rate=0.1, epochs=1, minibatch=64)
+    moved = torch.tensor([0.1, 0.4, -0.3, 0.2])  # what the policy has learned since: the ratio is to this
+    policy.weight.data.copy_(moved)
     process_rewards = model.annotate(rollouts, context()).extras["process"]
     weight = start.clone().requires_grad_()
-    total = 0.4 * log_ratio(rollouts, weight).sum((1, 2))
+    total = 0.4 * log_ratio(rollouts, weight - moved).sum((1, 2))
     pairs = [(0, 4), (2, 4), (3, 1)]  # ties make no pair, nor do strangers
     loss = torch.stack([-functional.logsigmoid(total[better] - total[worse]) for better, worse in pairs]).mean()
     learned = first_step(loss, weight, 0.1)
-    torch.testing.assert_close(process_rewards, 0.4 * log_ratio(rollouts, learned), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(process_rewards, 0.4 * log_ratio(rollouts, learned - moved), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.checks("models/oprl", "models/prime")

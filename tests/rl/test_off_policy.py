@@ -62,7 +62,7 @@ def dcpo(logp, old, advantage, scored):
 
 
 def min_pro(logp, old, advantage, scored):
-    log_ratio = torch.where(scored.mask, logp - old, 0.0).detach()
+    log_ratio = torch.where(scored.mask, logp - scored.rollouts.logp_behaviour, 0.0).detach()  # to who played
     weight = torch.zeros_like(log_ratio).flatten(1)
     flat = log_ratio.flatten(1)
     for row in range(len(flat)):

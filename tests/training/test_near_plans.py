@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bandit_toys import BanditWorld, ChainPolicy
+from rl.made_rollouts import make_rollouts
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
@@ -69,6 +70,19 @@ def learner_of(policy: Trainable, config: FinetuneConfig, **parts) -> Learner:
     single = replace(config, epochs=1, minibatch=10**6)
     instructions = BanditWorld(1).spec.instructions
     return Learner(policy, None, None, build_algorithm(single), single, instructions, **parts)
+
+
+@pytest.mark.parametrize("scored", [0, 4])
+def test_chosen_steps_are_in_the_order_of_the_chain(scored: int):
+    """Of ten steps four or seven are noisy, and steps are chosen among these: ties of topk come in any order."""
+    learner = learner_of(ChainPolicy(), replace(CONFIG, scored_steps=scored))
+    noisy = torch.tensor([[0, 1, 0, 1, 1, 0, 0, 1, 0, 0], [1, 1, 0, 1, 0, 0, 1, 1, 1, 1]], dtype=torch.bool)
+    rollouts = make_rollouts([1, 1], [0, 0], steps=10)
+    learner.sampling_steps, learner.most = 10, 7
+    steps, subset = learner._choose_steps(replace(rollouts, mask=noisy[:, None]), torch.Generator().manual_seed(0))
+    assert subset and steps.shape == (2, 1, scored or 7) and bool((steps.diff(dim=-1) > 0).all())
+    assert bool(noisy[1].gather(0, steps[1, 0]).all())
+    assert set(noisy[0].nonzero().flatten().tolist()) <= set(steps[0, 0].tolist())
 
 
 @pytest.mark.checks("controllers/imitation_mix", "DataMind")

@@ -118,15 +118,16 @@ def min_pro(scored: Scored, *, cap: float = 5.0) -> Coefficients:
     """REINFORCE weighted by r_t times the minimum of the previous ratios, instead of the product of all of them.
 
     c = sg(clip(r_t min_{j < t} r_j, 0, cap)) A, over the scored steps of an episode in order; the first has no prefix
-    (the form of the cap is chosen here: the paper's is uncertain). It stays bounded where prefix products explode or
-    vanish.
+    (the form of the cap is chosen here: the paper's is uncertain). r = pi / pi_behaviour, to the policy that acted,
+    whatever the proximal policy. It stays bounded where prefix products explode or vanish.
     """
     # An unbiased weight is the product of all ratios so far, whose variance grows without bound along the episode. The
     # smallest ratio before stands for that product: what follows an unlikely step counts little.
-    log_ratio = torch.where(scored.mask, scored.log_ratio, torch.inf).flatten(1)
-    before = torch.cat([torch.full_like(log_ratio[:, :1], torch.inf), log_ratio.cummin(1).values[:, :-1]], 1)
-    prefix = torch.where(before.isinf(), 0.0, before).reshape(scored.log_ratio.shape)
-    weight = torch.where(scored.mask, (scored.log_ratio + prefix).exp().clamp(max=cap), 0.0)
+    log_ratio = scored.log_ratio + scored.staleness
+    flat = torch.where(scored.mask, log_ratio, torch.inf).flatten(1)
+    before = torch.cat([torch.full_like(flat[:, :1], torch.inf), flat.cummin(1).values[:, :-1]], 1)
+    prefix = torch.where(before.isinf(), 0.0, before).reshape(log_ratio.shape)
+    weight = torch.where(scored.mask, (log_ratio + prefix).exp().clamp(max=cap), 0.0)
     return weight * scored.advantage, {"prefix_weight": weight[scored.mask].mean()}
 
 

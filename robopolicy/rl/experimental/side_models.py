@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.arrays import integers, is_mapping
-from robopolicy.core.policy import MatchingLikelihood
+from robopolicy.core.policy import MatchingLikelihood, ScoredPolicy
 from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.spec import TASK
 from robopolicy.nn.blocks import follow
@@ -210,13 +210,14 @@ class Progress(SidePerceptron):
         return torch.zeros(alive.shape, device=alive.device).index_put((alive,), contributions)
 
 
-@mechanism(Slot.MODEL, "oprl", source="OPRL, arXiv:2509.19199", needs=(Need.GROUPS, Need.BASE), gives=(Need.IMPLICIT,))
+@mechanism(Slot.MODEL, "oprl", source="OPRL, arXiv:2509.19199", needs=(Need.GROUPS,), gives=(Need.IMPLICIT,))
 class Oprl(ImplicitReward):
     """Implicit rewards from preferences: the better episode of a pair with the same initial state gets the larger sum
     (DPO).
 
-    L = -log sigmoid(sum r+ - sum r-) over all pairs of a group with different returns; use it with
-    advantage=process_steps.
+    r = beta (log phi - log pi) against the policy before the update, so that what phi prefers to it is rewarded. L =
+    -log sigmoid(sum r+ - sum r-) over all pairs of a group with different returns; use it with advantage=process_steps.
+    Rewards are those of the updated model, as in the paper; the authors' script pays those from before its update.
     """
 
     def __init__(self, tools: Tools, *, beta: float = 0.05, rate: float = 1e-4, epochs: int = 1, minibatch: int = 64):
@@ -227,6 +228,10 @@ class Oprl(ImplicitReward):
         order = rollouts.group.argsort(stable=True)
         back = order.argsort()
         return super().annotate(rollouts.take(order), context).take(back)
+
+    def reference(self) -> ScoredPolicy:
+        """Return the policy before the update."""
+        return self.tools.policy
 
     def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
         """Return the pairwise loss of logits [b], a scalar; without gradient if no pair differs."""
