@@ -68,8 +68,8 @@ class Extras:
     reference_logp: Tensor | None = None
     """[B, T, K] log-probability under the frozen reference policy. Added for Need.REFERENCE_SCORES."""
     current_logp: Tensor | None = None
-    """[B, T, K] log-probability under the policy before the update. Added for Need.CURRENT_SCORES, BLACKOUT_SCORES
-    and CONTRAST_SCORES.
+    """[B, T, K] log-probability under the policy before the update. Added for Need.CURRENT_SCORES, BLACKOUT_SCORES,
+    CONTRAST_SCORES and, with old rows, SEQUENCE_RATIOS.
     """
     score_norm: Tensor | None = None
     """[B, T, K] squared norm of the log-probability's gradient by the step's logits or means. Added with it."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from robopolicy.rl.context import Context
-from robopolicy.rl.registry import Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 class Stateless:
@@ -24,20 +24,20 @@ class Stateless:
         """Do nothing; there is no state."""
 
 
-@mechanism(Slot.CONTROLLER, "vcpo", source="VCPO, arXiv:2602.17616")
+@mechanism(Slot.CONTROLLER, "vcpo", source="VCPO, arXiv:2602.17616", needs=(Need.SEQUENCE_RATIOS,))
 class Vcpo(Stateless):
     """Scale the learning rate by sqrt(effective sample size / sample size): stale data leads to small steps.
 
     The sizes count complete rows, weighted by the ratio of their probability under the current policy to that under the
-    behaviour policy (`sequence_ess`, measured by the trainer before the update). VCPO's minimum-variance baseline is
-    not included.
+    behaviour policy (`sequence_ess`, measured by the trainer before the update; the paper measures every minibatch).
+    least: lower bound on the scale, an addition here. VCPO's baseline of least variance is advantage=opob.
     """
 
     def __init__(self, *, least: float = 0.05):
         self.least = least
 
     def step(self, stats: Mapping[str, float], context: Context) -> dict[str, float]:
-        """Return the learning rate's scale for the next iteration."""
+        """Return the learning rate's scale for this iteration's update."""
         share = stats.get("sequence_ess", 1.0)
         return {"lr_scale": max(self.least, math.sqrt(min(1.0, max(0.0, share))))}
 

@@ -212,6 +212,7 @@ class Need(Enum):
     TEACHER_SCORES = "the teacher's log-probabilities of the same steps (a teacher of the policy's kind)"
     REFERENCE_SCORES = "the frozen base policy's log-probabilities of the same steps"
     CURRENT_SCORES = "log-probabilities of the same steps before the update, and the size of their gradients"
+    SEQUENCE_RATIOS = "log-probabilities of old rows before the update, whatever the proximal policy"
     TEACHER_OVERLAP = "the agreement of the teacher's and the policy's distributions (a teacher of the policy's kind)"
     GROUP_RATES = "the success rate of every episode's group (a group advantage, group_size >= 2)"
     POSITION = "the position of every action chunk in its episode"

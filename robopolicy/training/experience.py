@@ -270,9 +270,10 @@ def learning_metrics(prepared: Rollouts) -> dict[str, float]:
     decisions = max(1, int(prepared.alive.sum()))
     if len(prepared.rewards) > 1:
         metrics |= {f"reward_{name}": float(reward.sum()) / decisions for name, reward in prepared.rewards.items()}
-    if prepared.logp_proximal is not None:
+    current = prepared.extras.current_logp if prepared.logp_proximal is None else prepared.logp_proximal
+    if current is not None:
         # log of pi_now / pi_behaviour, summed over a sequence below.
-        log_ratios = torch.where(prepared.mask, prepared.proximal - prepared.logp_behaviour, 0.0).flatten(1)
+        log_ratios = torch.where(prepared.mask, current - prepared.logp_behaviour, 0.0).flatten(1)
         metrics["sequence_ess"] = float(
             effective_sample_size(log_ratios, torch.ones_like(log_ratios, dtype=torch.bool))
         )

@@ -464,9 +464,11 @@ class _Finetuning:
         stale = prepared_rollouts.played & (prepared_rollouts.policy_version != self.iteration)
         # Decoupled PPO: the behaviour policy is too old to clip around, so the present policy, before the update, is
         # the proximal one.
-        if bool(stale.any()) and self.config.proximal_policy == "current":
-            proximal, _ = recompute_log_probs(prepared_rollouts, self.policy, instructions)
-            prepared_rollouts = with_proximal(prepared_rollouts, proximal, forgets_help=self.learner.forgets_help)
+        is_proximal = self.config.proximal_policy == "current"
+        if bool(stale.any()) and (is_proximal or Need.SEQUENCE_RATIOS in self.algorithm.needs):
+            logp, _ = recompute_log_probs(prepared_rollouts, self.policy, instructions)
+            around = with_proximal(prepared_rollouts, logp, forgets_help=self.learner.forgets_help)
+            prepared_rollouts = around if is_proximal else prepared_rollouts.with_extras(current_logp=around.proximal)
         return with_reference(prepared_rollouts, self.algorithm.needs, self.learner.base, instructions)
 
     def _build_models(self, base: ScoredPolicy | None) -> dict[str, SideModel]:

@@ -44,7 +44,16 @@ from robopolicy.training.experience import (
 )
 from robopolicy.training.guidance import Guidance
 
-ALWAYS = frozenset({Need.EPISODES, Need.WHOLE_EPISODES, Need.WHOLE_MINIBATCHES, Need.BASE, Need.REFERENCE_SCORES})
+ALWAYS = frozenset(
+    {
+        Need.EPISODES,
+        Need.WHOLE_EPISODES,
+        Need.WHOLE_MINIBATCHES,
+        Need.BASE,
+        Need.REFERENCE_SCORES,
+        Need.SEQUENCE_RATIOS,
+    }
+)
 READS_IMAGES = frozenset({Need.IMAGES, Need.BLACKOUT_SCORES})
 """Needs of mechanisms that read camera images again."""
 

@@ -154,6 +154,8 @@ def test_gdpo_equals_a_slow_reference():
             total[members] += weight * standardised([paid[name][row] for row in members])
     advantages = group.gdpo(replace(rollouts, rewards=terms), CONTEXT, weights={"time": 0.5})[:, 0]
     assert advantages.tolist() == pytest.approx(standardised(total.tolist()), abs=1e-4)
+    with pytest.raises(ConfigError, match=r"weights: there is no reward 'tim'.*time"):
+        group.gdpo(replace(rollouts, rewards=terms), CONTEXT, weights={"tim": 0.5})
 
 
 @pytest.mark.checks("advantage/tree_po")

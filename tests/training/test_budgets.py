@@ -11,7 +11,7 @@ from test_retry import CONFIG, Advised
 from robopolicy.core.errors import ConfigError
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
-from robopolicy.rl.experimental.budgets import budget_groups, pay_by_budget
+from robopolicy.rl.experimental.budgets import Budgets, allowance, budget_groups, pay_by_budget
 from robopolicy.training.collection import make_collector
 from robopolicy.training.finetune import finetune
 
@@ -25,10 +25,23 @@ def test_rewards_and_advantages_of_two_budgets_by_hand():
     rollouts = make_rollouts([4, 8, 9, 15], [0] * 4, [1.0, 1.0, 1.0, 0.0])
     budget = torch.tensor([[10.0, 40.0], [10.0, 40.0], [20.0, 40.0], [20.0, 40.0]])
     rollouts = rollouts.with_extras(budget=budget[:, None].expand(4, 15, 2))
-    paid = pay_by_budget(rollouts, CONTEXT)
+    paid = pay_by_budget(rollouts, CONTEXT, alpha=0.4, beta=1.0)
     assert paid.row_return.tolist() == pytest.approx([0.9239, 0.7490, 0.7071, 0.0], abs=1e-4)
-    advantages = budget_groups(paid, CONTEXT)[:, 0]
+    advantages = budget_groups(paid, CONTEXT, beta=1.0)[:, 0]
     assert advantages.tolist() == pytest.approx([0.8442, 0.3489, -0.0360, -2.0390], abs=1e-3)
+
+
+@pytest.mark.checks("rewards/budget", "advantage/budget_groups", "HBPO")
+def test_budgets_pay_the_figures_of_their_authors_code_and_every_budget_pays_for_success():
+    """Of 4096 tokens: budget 512, right after 1024 and after 300; a long right answer, and a wrong one."""
+    rollouts = make_rollouts([512, 150, 1100, 5], [0] * 4, [1.0, 1.0, 1.0, 0.0])
+    horizon = torch.full((4,), 4096.0)
+    budget = torch.stack([horizon * torch.tensor([0.125, 0.125, 0.5, 0.625]), horizon], -1)
+    paid = pay_by_budget(rollouts.with_extras(budget=budget[:, None].expand(4, 1100, 2)), CONTEXT)
+    # 4 cos(pi n / 8192) - |512 - 1024| / 4096; 4 cos(pi 512 / 8192); 4 cos(pi 2200 / 8192) - 152 / 4096
+    assert paid.row_return.tolist() == pytest.approx([3.5705, 3.9231, 2.6218, 0.0], abs=2e-4)
+    for fraction in Budgets().budgets:
+        assert float(allowance(torch.tensor(fraction), torch.tensor(1.0), 4.0)) > 1
 
 
 @pytest.mark.checks("allocator/budgets")

@@ -175,6 +175,16 @@ def test_stale_decisions_are_clipped_around_what_the_configuration_says_and_aver
     assert same(whole, tuned(average, tmp_path / "parts"))
 
 
+@pytest.mark.checks("controllers/vcpo", "VCPO")
+@pytest.mark.parametrize("proximal", ["current", "behaviour", "average"])
+def test_vcpo_sees_old_data_whatever_the_clip_is_around(proximal: str, tmp_path: Path):
+    stale = replace(CONFIG, policy_lag=2, learning_rate=1e-1, proximal_policy=proximal)
+    scaled = tuned(replace(stale, controllers=("vcpo",)), tmp_path)
+    sizes = [row.get("sequence_ess", 1.0) for row in RunFolder(tmp_path).metrics()[1:]]
+    assert sizes[0] == 1.0 and all(0 < size < 0.99 for size in sizes[1:])
+    assert not same(scaled, tuned(stale))
+
+
 class Pointing:
     """A teacher that always points to one place."""
 

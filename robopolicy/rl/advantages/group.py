@@ -8,7 +8,7 @@ baselines and gets 0.
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.rollouts import Rollouts, sum_of_rewards
 from robopolicy.core.segments import Segments
 from robopolicy.rl.advantages.gae import standardise
@@ -122,7 +122,8 @@ def ngrpo(
 
     best: the best possible return, null for the best of the run so far (set it if nothing succeeds at first); virtual:
     number of virtual episodes. The standard deviation is that of a sample (n - 1), as in the paper's figures. The
-    preset clips as in the paper, at 0.16 below and 0.24 above. For tokens only: moving away from failures makes a
+    preset clips as in the paper, at 0.16 below and 0.24 above. Groups of successes alone get 0 and still count in the
+    mean of the loss; the authors play others in their place. Meant for tokens: moving away from failures makes a
     categorical policy broader, but shifts the mean of a Gaussian step without bound. Returns A [B, T], constant over an
     episode.
     """
@@ -143,9 +144,15 @@ def ngrpo(
 def gdpo(rollouts: Rollouts, context: Context, *, weights: dict[str, float] | None = None) -> Tensor:
     """Normalise every reward term within its group first, sum them with weights, then standardise over the batch.
 
-    A term with large values cannot dominate a small one. weights: term -> weight, 1 by default. Returns A [B, T],
-    constant over an episode.
+    A term with large values cannot dominate a small one. weights: term -> weight, 1 by default. Deviations are the
+    population's; the authors' samples' differ by one factor, which the last step removes where groups are of one size.
+    Returns A [B, T], constant over an episode. Raises ConfigError for the weight of an unknown term.
     """
+    for name in weights or {}:
+        if name not in rollouts.rewards:
+            raise ConfigError(
+                f"options.gdpo.weights: there is no reward '{name}'.{did_you_mean(name, rollouts.rewards)}"
+            )
     groups = Segments.of(rollouts.group)
     total = torch.zeros_like(rollouts.row_return)
     for name, reward in rollouts.rewards.items():

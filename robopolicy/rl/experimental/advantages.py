@@ -248,7 +248,8 @@ def rank_grpo(rollouts: Rollouts, context: Context, *, per_action: bool = False)
 
     The paper's units are list items, each with its own return-to-go and the geometric mean of its tokens' ratios. Here
     a unit is an action chunk (ratio_level=decision_mean), or with per_action each action of its chunk, whose tokens are
-    consecutive (ratio_level=action_mean). Returns A [B, T], or [B, T, K] with per_action. Raises ConfigError with
+    consecutive (ratio_level=action_mean). An episode that is over counts at no later position; the paper's lists all
+    have the same length. Returns A [B, T], or [B, T, K] with per_action. Raises ConfigError with
     per_action unless the K scored steps divide evenly among the C actions.
     """
     if not per_action:

@@ -1,8 +1,8 @@
 """Experimental budgets of time that a policy is asked and paid to keep: HBPO, arXiv:2507.15844.
 
 A policy hears its budget in the wording of the instruction: the i-th of a world's wordings of the same instruction
-(world.options.phrasing=all, `Task.paraphrases`) stands for the i-th budget. alpha and beta of the paper were not found;
-their values are chosen here.
+(world.options.phrasing=all, `Task.paraphrases`) stands for the i-th budget. Figures are those of the authors' code
+(github.com/ZJU-REAL/HBPO), whose 512, 1024, 2048 and 2560 of 4096 tokens are fractions of the horizon here.
 """
 
 import math
@@ -31,10 +31,11 @@ class Budgets(Uniform):
     """Divide every group among `budgets`, fractions of the horizon, of which each has its own wording of the
     instruction.
 
-    Adds extras["budget"]. Collection is refused where an instruction has another number of wordings.
+    Adds extras["budget"]. Collection is refused where an instruction has another number of wordings. A success within
+    a budget of the complete horizon is worth no more than a failure.
     """
 
-    def __init__(self, *, budgets: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)):
+    def __init__(self, *, budgets: tuple[float, ...] = (0.125, 0.25, 0.5, 0.625)):
         self.budgets = tuple(budgets)
 
 
@@ -48,18 +49,18 @@ def pay_by_budget(
     rollouts: Rollouts,
     context: Context,
     *,
-    alpha: float = 0.01,
-    beta: float = 1.0,
+    alpha: float = 1.0,
+    beta: float = 4.0,
     keep: tuple[str, ...] = ("uncertainty",),
 ) -> Rollouts:
-    """Pay a success of n control steps beta cos(pi max(n, b) / 2L), minus alpha (n - b) beyond its budget b.
+    """Pay a success of n control steps beta cos(pi max(n, b) / 2L), minus alpha (n - b) / L beyond its budget b.
 
-    So a success within its budget is worth what the budget says, a longer one less. Of the other rewards only `keep`
-    stays.
+    L: the horizon. So a success within its budget is worth what the budget says, a longer one less. Of the other
+    rewards only `keep` stays.
     """
     budget, horizon = rollouts.extras["budget"][:, 0].unbind(-1)
     steps = rollouts.duration.sum(1).to(budget.dtype)
-    over = (steps - budget).clamp(min=0)
+    over = (steps - budget).clamp(min=0) / horizon
     worth = torch.where(
         rollouts.row_success, allowance(torch.maximum(steps, budget), horizon, beta) - alpha * over, 0.0
     )
@@ -69,11 +70,12 @@ def pay_by_budget(
 
 
 @mechanism(Slot.ADVANTAGE, "budget_groups", source="HBPO, arXiv:2507.15844", needs=(Need.GROUPS, Need.BUDGETS))
-def budget_groups(rollouts: Rollouts, context: Context, *, beta: float = 1.0) -> Tensor:
+def budget_groups(rollouts: Rollouts, context: Context, *, beta: float = 4.0) -> Tensor:
     """A = (mean return of the budget's part of the group - beta cos(pi b / 2L)) + (R - group mean) / group deviation.
 
     The first term compares a budget with what it promises, the second one episodes across budgets. beta: as in
-    rewards=[budget]. Returns A [B, T], constant over an episode.
+    rewards=[budget]. The authors' code adds the first term twice and divides by the sample's deviation; this is the
+    paper's sum, with the population's. Returns A [B, T], constant over an episode.
     """
     returns, counts, groups = outcomes(rollouts)
     budget, horizon = rollouts.extras["budget"][:, 0].unbind(-1)

@@ -138,6 +138,7 @@ def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2, most: float = 
         (1 + sqrt(max(1 - 4 low / q, 0))) / 2  <=  r  <=  min((1 + sqrt(1 + 4 high / q)) / 2, most)
 
     most: maximum ratio, as in the authors' code, which also drops negative-advantage steps beyond it (dual clipping).
+    Widths are the paper's; a script of the authors' has 0.2 and 0.28.
     Their loss is first averaged within every episode: use weight=episode_mean. It needs a probability, not a density:
     for token policies.
     """
@@ -159,8 +160,9 @@ def hapo(scored: Scored, *, pivot: float = 0.8, clip_strength: float = 1.0, gain
     becomes A (1 + gain h) where h > 0 outside the neutral zone of ratios, half of these widths around 1 (a moving
     high-entropy step counts more). Inside the zone this applies where h <= 0 (a stationary low-entropy step counts
     less). The paper's temperature is policy.token.entropy_temperature=.05, its average over tokens
-    options.grpo.by_steps=true. In the authors' code h is positive on both sides, so that low-entropy steps also move
-    further; this is the paper's h.
+    options.grpo.by_steps=true with weight=step_mean, under which a group's advantages sum to 0. In the authors' code h
+    is positive on both sides, so that low-entropy steps also move further; this is the paper's h. Their clip of A < 0
+    at a ratio of 10 is left out.
     """
     h = entropy_level(scored.extra("entropy"), scored.mask, pivot)
     low = scored.clip_low * (1 - clip_strength * h.clamp(max=0))
@@ -213,8 +215,8 @@ def drpo(
     s_i: mean log-probability of an episode's scored steps. A group without both outcomes adds nothing to the first
     term, so a failure is never paid for being short. KL = mean(exp(x) - x - 1), x = log pi - log pi_old. length:
     control steps; longest: those of the minibatch's padded rows. The advantage is not used; weight=constant with
-    length=1 gives this loss exactly. For a denoising policy, whose log-probabilities are means over elements, tau = 10
-    makes all failures nearly alike.
+    length=1 gives this loss exactly. The authors' code has this KL, too; their script measures it as -mean(x), noisier.
+    For a denoising policy, whose log-probabilities are means over elements, tau = 10 makes all failures nearly alike.
     """
     rollouts = scored.rollouts
     success, groups = rollouts.row_success, Segments.of(rollouts.group)
@@ -294,7 +296,8 @@ def p3o(scored: Scored, *, clip: float = 0.2) -> Coefficients:
     """Pairwise policy gradient: (R1 - R2) / 2 grad log(pi(y1) / pi(y2)), each with its own clipped ratio.
 
     Invariant to a constant added to all rewards of a group. c of an episode: its ratio times the mean of (R - R_other)
-    / 2 over the others of its group, 0 where the ratio is already outside the clip range in that direction.
+    / 2 over the others of its group, 0 where the ratio is already outside the clip range in that direction. As with
+    pacs, weight=constant with length=1 is the mean over episodes.
     """
     returns, group = scored.rollouts.row_return, scored.rollouts.group
     same_group = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
@@ -312,7 +315,8 @@ def pacs(scored: Scored, *, beta: float = 1.0) -> Coefficients:
 
     score_i = beta sum(log-ratio), leave-one-out centred in the group; c = beta w (label - sigmoid(centred)), propagated
     through the centring. w gives the successes and the failures of a group the same total weight, half its size each;
-    it is 1 if all outcomes are equal.
+    it is 1 if all outcomes are equal. weight=constant with length=1 gives the authors' mean over episodes exactly; the
+    preset divides it by the padded number of steps, too.
     """
     rollouts = scored.rollouts
     total = beta * episode_log_ratio(scored)

@@ -101,7 +101,7 @@ def empg(
         A_t g(H_t) + bonus exp(-clarity H_{t+1}),  g = exp(-damping H) / mean,  then centred over the batch
 
     H: mean entropy of a chunk's steps, scaled to [0, 1] over the batch. Both means are over chunks, however many steps
-    they have. Takes and returns A [B, T, K].
+    they have. bonus: 0.1 in the pseudocode of the project's page. Takes and returns A [B, T, K].
     """
     alive = rollouts.alive
     count = rollouts.mask.sum(-1).clamp(min=1)

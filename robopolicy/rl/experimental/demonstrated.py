@@ -49,8 +49,8 @@ def one_step(inputs: AuxiliaryInputs, *, weight: float = 0.1, draws: int = 8, be
 
     In expectation the gradient by the logits is -(1 - beta) pi(y) (e_y - pi), imitation weighed by the probability of
     the demonstrated token y: what the policy would hardly do is hardly imitated. A drawn continuous action is never
-    equal to a demonstrated one, so this is for tokens. The paper's numbers were not found; these are ours. Returns a
-    scalar, [].
+    equal to a demonstrated one, so this is for tokens. The paper's numbers were not found; these are ours, and draws
+    are at the policy's own temperature. The paper trains with this loss alone: coefficient=none. Returns a scalar, [].
     """
     observation, latents, mask = demonstrated_chunks(inputs)
     scores = scores_of(inputs.policy, observation, latents)
