@@ -209,7 +209,7 @@ def _built(job: Mapping[str, Any]) -> _Place:
         policy.record_means = True
     guidance = acting_guidance_of(config, world, policy)
     turns = guidance.turns(section.teacher_fraction, section.teacher_decay_fraction)
-    acting = guidance.who_acts(turns, section.teacher_episode_fraction)
+    acting = guidance.who_acts(turns, section.teacher_episode_fraction, rows=world.batch_size)
     acts = None if acting is None else acting(policy)
     return _Place(config, base, ShardPlayer(world, policy, section, acts, turns))
 

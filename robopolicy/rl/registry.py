@@ -195,6 +195,7 @@ class Need(Enum):
     IMAGES = "camera images in the observation"
     INSTRUCTIONS = "a world with several instructions"
     PARAPHRASES = "a world whose instructions contain several wordings of a goal (world.options.phrasing=all)"
+    WORDINGS = "a world with another wording of an instruction (world.options.phrasing=all, in tasks with paraphrases)"
     TEACHER = "a teacher (teacher=CHECKPOINT)"
     SAME_STEPS = "a teacher of the policy's kind, with the same steps (auxiliaries=[dagger] works with any teacher)"
     FINISHED = "a critic trained on finished episodes only"

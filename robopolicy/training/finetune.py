@@ -228,7 +228,8 @@ class _Finetuning:
         )
         self.turns = guidance.turns(config.teacher_fraction, config.teacher_decay_fraction)
         takes_over = teacher_takes_over(self.algorithm)
-        acting = guidance.who_acts(self.turns, config.teacher_episode_fraction, takes_over=takes_over)
+        rows, episodes = world.batch_size, config.teacher_episode_fraction
+        acting = guidance.who_acts(self.turns, episodes, rows=rows, takes_over=takes_over)
         arguments = guidance.demonstrations, acting, guidance.pairs
         others_read = isinstance(self.replay, StoresPairs) or bool(guidance.teacher or guidance.acting)
         stores_images = needs_images(policy, self.critic, self.algorithm, others=others_read)

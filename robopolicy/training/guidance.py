@@ -6,6 +6,7 @@ of given actions: action tokens, or denoising with likelihood=matching, but not 
 the same action (auxiliaries=[experts] imitates experts with any policy).
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -255,13 +256,14 @@ class Guidance:
         return TeacherSchedule(self.teacher, first, until)
 
     def who_acts(
-        self, turns: TeacherSchedule | None, episodes: float = 0.0, *, takes_over: bool = False
+        self, turns: TeacherSchedule | None, episodes: float = 0.0, *, rows: int = 0, takes_over: bool = False
     ) -> Acting | None:
         """Return the builder of the acting policy: that of `acting`, mixed with the teacher; None when the learner acts
         alone.
 
-        episodes: fraction of episodes that the teacher plays, scored as own ones; takes_over: the teacher plays
-        episodes that an allocator requests. Raises ConfigError without a teacher, and if another one acts, too.
+        episodes: fraction of the world's `rows` in which the teacher plays, scored as own episodes; takes_over: the
+        teacher plays episodes that an allocator requests. Raises ConfigError without a teacher, if another one acts,
+        too, and if the fraction is less than a row.
         """
         if takes_over:
             teacher = self.teacher
@@ -275,6 +277,12 @@ class Guidance:
             teacher = self.teacher
             if teacher is None:
                 raise ConfigError(f"teacher_episode_fraction={episodes:g} needs a teacher (teacher=CHECKPOINT).")
+            if rows * episodes + 1e-9 < 1:
+                raise ConfigError(
+                    f"teacher_episode_fraction={episodes:g} of {rows} rows of the world that plays is less than one: "
+                    f"the teacher would never play. Raise num_envs to at least {math.ceil(1 / episodes - 1e-9)} for "
+                    "each shard, or raise the fraction."
+                )
             return lambda policy: DemonstratingPolicy(policy, teacher, episodes)
         if turns is None or self.acting is None:
             return turns or self.acting

@@ -262,7 +262,7 @@ def satisfied_needs(
     if len(world.spec.instructions) > 1:
         have.add(Need.INSTRUCTIONS)
     if len(world.spec.goals) < len(world.spec.instructions):
-        have.add(Need.PARAPHRASES)
+        have |= {Need.PARAPHRASES, Need.WORDINGS}
     if policy.spec.cameras:
         have.add(Need.IMAGES)
     all_of_it = frozenset(have) | guidance.gives(policy)

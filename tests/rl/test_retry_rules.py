@@ -13,6 +13,7 @@ from robopolicy.rl.experimental.retry import (
     RetryState,
     RetryWording,
     helped_bonus,
+    helped_successes,
     icpo,
     plain_rows,
 )
@@ -72,6 +73,18 @@ def test_one_plain_failure_stays_beside_those_with_help():
     advantages = grpo(rollouts.take(kept.nonzero().squeeze(1)[:4]), EARLY)[:, 0]
     assert advantages.tolist() == pytest.approx([-1.0, 1.0, 1.0, -1.0], abs=1e-5)
     assert plain_rows(make_rollouts([1, 1], [0, 0]), EARLY).all(), "without help all stay"
+
+
+@pytest.mark.checks("selection/helped_successes", "ICPO")
+def test_a_helped_failure_is_rejected_and_leaves_the_groups_baseline():
+    """G = 4 + 2: the plain ones fail but one; with both helped ones the mean would be 2/6, without the failure 2/5."""
+    rollouts = with_help([0.0, 0.0, 0.0, 1.0, 1.0, 0.0], [0, 0, 0, 0, 1, 1], [0] * 6)
+    kept = helped_successes(rollouts, EARLY)
+    assert kept.tolist() == [True] * 5 + [False]
+    spread = (0.4 * 0.6) ** 0.5
+    advantages = grpo(rollouts.take(kept.nonzero().squeeze(1)), EARLY)[:, 0]
+    assert advantages.tolist() == pytest.approx([-0.4 / spread] * 3 + [0.6 / spread] * 2, abs=1e-4)
+    assert helped_successes(make_rollouts([1, 1], [0, 0], [0.0, 1.0]), EARLY).all(), "without help all stay"
 
 
 @pytest.mark.checks("Guide-GRPO")

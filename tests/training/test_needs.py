@@ -119,8 +119,9 @@ def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: 
     reads_images = bool(entry.needs & {Need.BLACKOUT_SCORES, Need.IMAGES})
     world = SeeingWorld(4)
     config = alone(entry)
-    if config.allocator == "budgets":  # which a policy hears in as many wordings of a goal
+    if Need.WORDINGS in entry.needs or config.allocator == "budgets":
         world.spec = replace(world.spec, paraphrases={INSTRUCTIONS[0]: INSTRUCTIONS[1:]})
+    if config.allocator == "budgets":  # which a policy hears in as many wordings of a goal
         config = replace(config, group_size=2, options={"budgets": {"budgets": (0.5, 1.0)}})
     make = denoising_policy if kind == "denoising" else token_policy
     scored = {"likelihood": Likelihood.MATCHING} if entry.needs & BY_MATCHING and kind == "denoising" else {}
@@ -345,6 +346,8 @@ def test_a_teacher_plays_some_episodes_that_are_scored_as_own_ones():
         finetune(teacher, None, world, config, guidance=Guidance(teacher))
     with pytest.raises(ConfigError, match="needs a teacher"):
         finetune(policy, None, world, config)
+    with pytest.raises(ConfigError, match=r"0\.2 of 4 rows .* Raise num_envs to at least 5"):
+        finetune(policy, None, world, replace(config, teacher_episode_fraction=0.2), guidance=Guidance(teacher))
 
 
 @pytest.mark.parametrize(

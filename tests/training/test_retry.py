@@ -204,6 +204,13 @@ def test_help_is_refused_where_groups_are_used_as_soon_as_they_are_complete():
         collector.collect(0)
 
 
+def test_help_in_other_words_is_refused_where_there_are_none():
+    world = Advised(6)
+    world.spec = replace(world.spec, paraphrases={})  # two instructions with a wording each
+    with pytest.raises(ConfigError, match=r"retry_wording needs a world with another wording of an instruction"):
+        finetune(token_policy(world), None, world, CONFIG)
+
+
 @pytest.mark.checks("auxiliaries/kl_by_difficulty", "CLPO")
 def test_a_problem_made_easier_stays_as_hard_as_it_was():
     """Group 0 fails in 3 of 4 episodes and its eased ones succeed; 1 has no episodes without help; 2 compares all."""

@@ -106,7 +106,7 @@ class RetryState(Retry):
     "retry_wording",
     source="Guide-GRPO, arXiv:2506.13923; NuRL, arXiv:2509.25666; Agent-RLVR, arXiv:2506.11425; "
     "ICPO, arXiv:2510.26519; TriMPI (PolicyRollout), arXiv:2510.09474",
-    needs=(Need.GROUPS, Need.INSTRUCTIONS),
+    needs=(Need.GROUPS, Need.WORDINGS),
 )
 class RetryWording(Retry):
     """Play groups with a success rate of at most `rate` again, under other words: `count` episodes more.
@@ -116,7 +116,7 @@ class RetryWording(Retry):
     plain instruction, with the ratio pi(step | plain) / pi_old(step | helped), else under the words that it was given.
     The other options are those of retry_state. Guide-GRPO: the defaults. NuRL: forget=false together=true, with
     selection=[plain_rows]. Agent-RLVR: per_failure=true rate=1. ICPO: rate=1 count=1 together=true, with
-    coefficient=icpo and rewards=[helped_bonus]. CLPO: retry_by_difficulty.
+    coefficient=icpo, rewards=[helped_bonus] and selection=[helped_successes]. CLPO: retry_by_difficulty.
     PolicyRollout: rate=1 together=true from_plain=true, half of every group under a text with the rules to keep, all
     compared together and learned from without it. from_plain: only groups whose instruction is in its plain words, the
     first of its wordings, get other ones.
@@ -142,7 +142,7 @@ class RetryWording(Retry):
     Slot.ALLOCATOR,
     "retry_by_difficulty",
     source="CLPO, arXiv:2509.25004",
-    needs=(Need.GROUPS, Need.STARTS, Need.INSTRUCTIONS, Need.DEMONSTRATIONS),
+    needs=(Need.GROUPS, Need.STARTS, Need.WORDINGS, Need.DEMONSTRATIONS),
 )
 class RetryByDifficulty(Retry):
     """Ease hard groups and vary those in the middle: play them again as groups of their own, `count` episodes each.
@@ -182,6 +182,16 @@ def plain_rows(rollouts: Rollouts, context: Context, *, keep: int = 1) -> Tensor
     place, plain = kinds.rank(order), groups.sum((~helped).long())[groups.index]
     has_help = groups.sum(helped.long())[groups.index] > 0
     return ~has_help | torch.where(helped, place < plain - keep, place < keep)
+
+
+@mechanism(Slot.SELECTION, "helped_successes", source="ICPO, arXiv:2510.26519", needs=(Need.GROUPS,))
+def helped_successes(rollouts: Rollouts, context: Context) -> Tensor:
+    """Drop helped episodes that fail: with help the policy stands for an expert only where it succeeds.
+
+    The paper's expert region: a reward above a threshold, here success. Its public code learns from all. Returns keep
+    [B] bool.
+    """
+    return ~helped_rows(rollouts) | rollouts.row_success
 
 
 @mechanism(Slot.REWARD, "helped_bonus", source="ICPO, arXiv:2510.26519")
