@@ -24,7 +24,7 @@ class Algorithm:
 
     resolved: the chosen mechanisms and their needs; rewards: (rollouts, context) -> rollouts; advantage: (rollouts,
     context) -> [B, T] or [B, T, K]; credit: (rollouts, A [B, T, K], context) -> A; selection: (rollouts, context) ->
-    keep [B]; coefficient: scored -> (c, stats); weight: (mask, rollouts) -> [b, t, K]; auxiliaries, controllers,
+    keep [B] or [B, 1]; coefficient: scored -> (c, stats); weight: (mask, rollouts) -> [b, t, K]; auxiliaries, controllers,
     models: by name. Controllers, models, sampler, allocator, replay and hint are constructors.
     """
 
@@ -62,13 +62,20 @@ class Algorithm:
     def prepare(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Select rows, add `advantage` [B, T, K] to the extras, and drop rows that the advantage excludes.
 
-        An advantage mechanism returns A [B, T] or [B, T, K], optionally with keep [B] bool (rows to learn from) or keep
-        [B, T, K] (steps with a gradient). Other steps are `pruned` in the extras. In branching episodes, shared chunks
-        get the mean of their advantages.
+        A selection returns keep [B] bool, or [B, 1]: then the other rows leave after the advantage, unless all would or
+        the loss compares rows, so that their returns count in baselines. An advantage mechanism returns A [B, T] or
+        [B, T, K], optionally with keep [B] bool (rows to learn from) or keep [B, T, K] (steps with a gradient). Other
+        steps are `pruned` in the extras. In branching episodes, shared chunks get the mean of their advantages.
         """
-        # Before the advantage: baselines are made of what is kept.
+        leaves = torch.zeros_like(rollouts.group, dtype=torch.bool)
         for choice in self.selection:
-            rollouts = rollouts.take(choice(rollouts, context).nonzero().squeeze(-1))
+            kept = choice(rollouts, context)
+            if kept.dim() == 2 and bool(kept.any()) and Need.WHOLE_GROUPS not in self.needs:
+                leaves = leaves | ~kept[:, 0]
+            elif kept.dim() == 1 or bool(kept.any()):
+                # Before the advantage: baselines are made of what is kept.
+                rows = kept.flatten().nonzero().squeeze(-1)
+                rollouts, leaves = rollouts.take(rows), leaves[rows]
         result = self.advantage(rollouts, context)
         advantage, keep = result if isinstance(result, tuple) else (result, None)
         advantage = tree.shared_credit(rollouts, advantage)
@@ -85,7 +92,9 @@ class Algorithm:
             advantage=torch.where(scored_mask, advantage, 0.0), **episode_sizes(scored_mask)
         )
         # Rows leave last: their returns have counted in the baselines.
-        return rollouts if keep is None else rollouts.take(keep.nonzero().squeeze(-1))
+        stays = torch.ones_like(leaves) if bool(leaves.all()) else ~leaves
+        stays = stays if keep is None else stays & keep
+        return rollouts if bool(stays.all()) else rollouts.take(stays.nonzero().squeeze(-1))
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:

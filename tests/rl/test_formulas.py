@@ -9,7 +9,7 @@ import torch
 from made_rollouts import make_rollouts, make_scored
 from scipy import stats
 
-from robopolicy.core.errors import RobopolicyWarning
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.segments import entropy_level
 from robopolicy.core.spec import STATE
 from robopolicy.policies.token.decoding import ActionLanguage
@@ -24,6 +24,7 @@ from robopolicy.rl.experimental import coefficients as experimental_coefficients
 from robopolicy.rl.experimental.auxiliaries import step_preference_loss
 from robopolicy.rl.experimental.initial_states import ReplaySampler
 from robopolicy.rl.objective import policy_loss
+from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import LOG_RATIO_CLAMP
 
 CONTEXT = Context(torch.Generator(), discount=1.0)
@@ -324,14 +325,42 @@ def test_episodes_with_a_void_turn_are_dropped():
     after[1, 1] = before[1, 1]  # nothing moved in the second decision of the second episode
     after[2, 1] = before[2, 1]  # padding
     rollouts = replace(rollouts, next_observation={STATE: after})
-    assert selection.drop_void(rollouts, CONTEXT).tolist() == [True, False, True]
-    assert selection.drop_void(replace(rollouts, next_observation={STATE: before}), CONTEXT).all()
+    assert selection.drop_void(rollouts, CONTEXT).tolist() == [[True], [False], [True]]
+    assert not selection.drop_void(replace(rollouts, next_observation={STATE: before}), CONTEXT).any()
     # What counts as moving is relative to the spread, here 8.9: 0.05 is half a hundredth of it.
     wide = torch.tensor([-10.0, 10.0, -10.0, 10.0, 0.0, 0.0]).reshape(3, 2, 1, 1).expand(3, 2, 1, 3)
     shift = torch.tensor([1.0, 1.0, 1.0, 0.05, 1.0, 1.0]).reshape(3, 2, 1, 1)
     rollouts = replace(rollouts, observation={STATE: wide}, next_observation={STATE: wide + shift})
-    assert selection.drop_void(rollouts, CONTEXT, still=1e-2).tolist() == [True, False, True]
+    assert selection.drop_void(rollouts, CONTEXT, still=1e-2).tolist() == [[True], [False], [True]]
     assert selection.drop_void(rollouts, CONTEXT, still=1e-3).all()
+    with pytest.raises(ConfigError, match="void_turns.*vector fields"):
+        selection.drop_void(replace(rollouts, observation={}, next_observation={}), CONTEXT)
+
+
+@pytest.mark.checks("selection/void_turns")
+def test_an_episode_with_a_void_turn_leaves_the_update_and_not_the_baseline():
+    """Two successes and two failures, one of them void: the group's mean is 1/2, not that of the three that stay."""
+    rollouts = make_rollouts([2] * 4, [0] * 4, [1.0, 1.0, 0.0, 0.0], steps=1)
+    before = rollouts.observation[STATE]
+    after = before + 1.0
+    after[3, 0] = before[3, 0]
+    rollouts = replace(rollouts, next_observation={STATE: after})
+    algorithm = build_algorithm(AlgorithmConfig("dr_grpo", selection=("void_turns",)))
+    assert Need.EPISODES in algorithm.needs, "in streams a row is many episodes"
+    prepared = algorithm.prepare(rollouts, CONTEXT)
+    assert prepared.extras["advantage"][:, 0, 0].tolist() == pytest.approx([0.5, 0.5, -0.5])
+    # Beside one that selects rows at once: the void failure counts as a mixed outcome.
+    pair = rollouts.take(torch.tensor([0, 3]))
+    both = build_algorithm(AlgorithmConfig("dr_grpo", selection=("void_turns", "mixed_outcomes")))
+    assert both.prepare(pair, CONTEXT).extras["advantage"][:, 0, 0].tolist() == pytest.approx([0.5])
+    still = replace(rollouts, next_observation={STATE: before})
+    assert len(algorithm.prepare(still, CONTEXT).group) == 4, "where all have one, all are learned from"
+    worst = replace(
+        rollouts, rewards={"reward": rollouts.rewards["reward"] - 1.0 * (torch.arange(4) == 3)[:, None, None]}
+    )
+    config = AlgorithmConfig("dpo", advantage="best_and_worst", selection=("void_turns",))
+    prepared = build_algorithm(config).prepare(worst, CONTEXT)
+    assert prepared.row_return.tolist() == [1.0, 0.0], "where rows are compared, the worst that stays is in the pair"
 
 
 @pytest.mark.checks("auxiliaries/spo")

@@ -1,8 +1,9 @@
-"""Experimental selection of collected episodes: (rollouts, context) -> keep [B] bool."""
+"""Experimental selection of collected episodes: (rollouts, context) -> keep [B] or [B, 1] bool."""
 
 import torch
 from torch import Tensor
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments, distinct
 from robopolicy.rl.context import Context
@@ -61,13 +62,15 @@ def episode_distances(rollouts: Rollouts) -> Tensor:
     """Return the distances between rows, [B, B]: means over chunks of those of their states, in units of spread.
 
     States are vector fields of the newest observation, each entry divided by its standard deviation over the batch. The
-    shorter row stays at its last state.
+    shorter row stays at its last state. Raises ConfigError without vector fields.
     """
     vectors = [
         value[:, :, -1].flatten(2)
         for value in rollouts.observation.values()
         if isinstance(value, Tensor) and value.dtype.is_floating_point
     ]
+    if not vectors:
+        raise ConfigError("selection=[distinct_pairs] compares vector fields, and this policy reads none: leave it out.")
     states = torch.cat(vectors, -1)
     states = states / (states[rollouts.alive].std(0, unbiased=False) + 1e-6)
     length = rollouts.alive.sum(1)
@@ -105,20 +108,26 @@ def distinct_pairs(rollouts: Rollouts, context: Context, *, least: float = 0.25)
     return kept_mask
 
 
-@mechanism(Slot.SELECTION, "void_turns", source="SimpleTIR, arXiv:2509.02479")
+@mechanism(Slot.SELECTION, "void_turns", source="SimpleTIR, arXiv:2509.02479", needs=(Need.EPISODES,))
 def drop_void(rollouts: Rollouts, context: Context, *, still: float = 1e-3) -> Tensor:
     """Drop complete episodes with a void turn, a chunk after which nothing has moved; keep all if all have one.
 
-    The paper's void turn contains neither code nor an answer, and episodes with one make updates explode. For a robot
-    it is a chunk in which no vector field of the observation changes by `still` of its standard deviation over the
-    batch. (Actions and observations that are not finite end a run much earlier.) Returns keep [B] bool.
+    Their returns count in the baselines of the others, as in the authors' code, which masks their loss. The paper's
+    void turn contains neither code nor an answer, and episodes with one make updates explode. For a robot it is a chunk
+    in which no vector field of the observation changes by `still` of its standard deviation over the batch. (Actions
+    and observations that are not finite end a run much earlier.) Returns keep [B, 1] bool. Raises ConfigError without
+    vector fields.
     """
-    has_moved = torch.zeros_like(rollouts.alive)
+    has_moved, fields = torch.zeros_like(rollouts.alive), 0
     for key, before in rollouts.observation.items():
         following = rollouts.next_observation.get(key)
         if isinstance(before, Tensor) and isinstance(following, Tensor) and before.dtype.is_floating_point:
             newest, after = before[:, :, -1].flatten(2), following[:, :, -1].flatten(2)
             spread = newest[rollouts.alive].std(0, unbiased=False).clamp(min=1e-6)
-            has_moved |= ((after - newest).abs() / spread > still).any(-1)
-    kept_mask = (has_moved | ~rollouts.alive).all(1)
-    return kept_mask if bool(kept_mask.any()) else torch.ones_like(kept_mask)
+            has_moved, fields = has_moved | ((after - newest).abs() / spread > still).any(-1), fields + 1
+    if not fields:
+        raise ConfigError(
+            "selection=[void_turns] sees in vector fields of the observation whether something moved, and this policy "
+            "reads none: leave it out."
+        )
+    return (has_moved | ~rollouts.alive).all(1, keepdim=True)
