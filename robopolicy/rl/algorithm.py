@@ -24,8 +24,8 @@ class Algorithm:
 
     resolved: the chosen mechanisms and their needs; rewards: (rollouts, context) -> rollouts; advantage: (rollouts,
     context) -> [B, T] or [B, T, K]; credit: (rollouts, A [B, T, K], context) -> A; selection: (rollouts, context) ->
-    keep [B] or [B, 1]; coefficient: scored -> (c, stats); weight: (mask, rollouts) -> [b, t, K]; auxiliaries, controllers,
-    models: by name. Controllers, models, sampler, allocator, replay and hint are constructors.
+    keep [B] or [B, 1]; coefficient: scored -> (c, stats); weight: (mask, rollouts) -> [b, t, K]; auxiliaries,
+    controllers, models: by name. Controllers, models, sampler, allocator, replay and hint are constructors.
     """
 
     resolved: Resolved

@@ -350,15 +350,16 @@ class Knapsack(Uniform):
 
     Predicted rates come from the sampler, so initial states must recur: starts=N. least, most: bounds of group sizes.
     Rates are means of Beta beliefs, never 0 or 1, and a new initial state counts as one half. surplus: as in the
-    authors' code, rates are those observed: new initial states get the usual size, those that always succeeded the
-    minimum, and those that never did what the others do not need, which is what adds less than `enough` (chosen here)
-    to the value of a group.
+    authors' code, rates are those observed: new initial states get the usual size, those that always succeeded or never
+    did the minimum, and the others, beyond the minimum, log(1 - confidence) / log(max(p, 1 - p)) episodes on average,
+    which have both outcomes with that probability. What is then left goes to those that never succeeded, or if there
+    are none to those that are not among the others; above `most` it is not played.
     """
 
-    def __init__(self, *, least: int = 2, most: int = 32, surplus: bool = False, enough: float = 1e-4):
+    def __init__(self, *, least: int = 2, most: int = 32, surplus: bool = False, confidence: float = 0.9):
         self.least = least
         self.most = most
-        self.enough = enough
+        self.confidence = confidence
         self.reads_observed = surplus
 
     def plan(self, predicted: Array, group_size: int) -> list[int]:
@@ -368,15 +369,16 @@ class Knapsack(Uniform):
         if not self.reads_observed:
             return knapsack(predicted, budget, low, high).tolist()
         is_mixed, is_hopeless = (predicted > 0) & (predicted < 1), predicted == 0
+        takes_rest = is_hopeless if is_hopeless.any() else ~is_mixed
+        if not (is_mixed | is_hopeless).any():
+            return [group_size] * len(predicted)
         sizes = np.where(np.isnan(predicted), group_size, low)
-        budget_left = budget - int(sizes[~is_mixed].sum())
-        rate = predicted[is_mixed]
-        steps = np.arange(low, high)[:, None]
-        gains = signal_value(steps + 1, rate) - signal_value(steps, rate)  # of one more episode; they only fall
-        needed_sizes = low + (gains >= self.enough).sum(0)
-        if int(needed_sizes.sum()) >= budget_left or not is_hopeless.any():
-            needed_sizes = knapsack(rate, min(budget_left, high * len(rate)), low, high)
-        sizes[is_mixed] = needed_sizes
-        share, rest = divmod(budget_left - int(needed_sizes.sum()), max(1, int(is_hopeless.sum())))
-        sizes[is_hopeless] = np.minimum(low + share + (np.arange(int(is_hopeless.sum())) < rest), high)
-        return sizes.tolist()
+        rate, spare = predicted[is_mixed], budget - int(sizes.sum())
+        if takes_rest.any():
+            needed = np.log(1 - self.confidence) / np.log(np.maximum(rate, 1 - rate))
+            spare = min(spare, int(np.minimum(needed, high).astype(int).sum()))
+        spare = min(spare, (high - low) * len(rate))
+        sizes[is_mixed] = knapsack(rate, low * len(rate) + spare, low, high)
+        share, rest = divmod(budget - int(sizes.sum()), max(1, int(takes_rest.sum())))
+        sizes[takes_rest] += share + (np.arange(int(takes_rest.sum())) < rest)
+        return np.minimum(sizes, high).tolist()

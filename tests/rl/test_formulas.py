@@ -333,7 +333,7 @@ def test_episodes_with_a_void_turn_are_dropped():
     rollouts = replace(rollouts, observation={STATE: wide}, next_observation={STATE: wide + shift})
     assert selection.drop_void(rollouts, CONTEXT, still=1e-2).tolist() == [[True], [False], [True]]
     assert selection.drop_void(rollouts, CONTEXT, still=1e-3).all()
-    with pytest.raises(ConfigError, match="void_turns.*vector fields"):
+    with pytest.raises(ConfigError, match=r"void_turns.*vector fields"):
         selection.drop_void(replace(rollouts, observation={}, next_observation={}), CONTEXT)
 
 

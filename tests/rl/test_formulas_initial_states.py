@@ -234,11 +234,21 @@ def test_arms_gain_their_loss_minus_the_price_of_what_they_play_beyond_the_mean(
 
 @pytest.mark.checks("allocator/knapsack")
 def test_what_never_succeeded_gets_what_the_others_do_not_need():
+    """By the authors' sampling_budget_by_knapsack: beyond 2 each, ln .1 / ln .5 = 3.3 at 1/2 and ln .1 / ln .75 = 8.004
+    at 1/4 are enough, 11 in whole episodes; the best 15 of these two are 6 and 9, and 13 of 24 are left over.
+    """
     allocator = initial_states.Knapsack(least=2, most=16, surplus=True)
-    assert allocator.plan(np.array([0.5, 0.25, 0.0, 1.0]), 8) == [11, 16, 3, 2]
+    assert allocator.plan(np.array([0.5, 0.25, 0.0, 1.0]), 8) == [6, 9, 15, 2]
     assert initial_states.Knapsack(least=2, most=16).plan(np.array([0.5, 0.25, 0.0, 1.0]), 8) == [12, 16, 2, 2]
     assert allocator.plan(np.array([np.nan, 0.0, 1.0]), 8) == [8, 14, 2], "new ones get the usual size"
-    assert allocator.plan(np.array([0.5, 1.0]), 8) == [14, 2], "with nothing to try, the mixed ones take it all"
+    assert allocator.plan(np.array([0.5, 1.0]), 8) == [5, 11], "with nothing to try, those that always succeed take it"
+    assert allocator.plan(np.array([1.0, 1.0]), 8) == [8, 8], "where all succeed, all alike"
+    assert allocator.plan(np.array([0.9, 0.9, 0.0]), 4) == [5, 5, 2], (
+        "rare failures (21.8 are enough) take all there is"
+    )
+    assert allocator.plan(np.array([0.0, 1.0, 1.0]), 8) == [16, 2, 2], "but nothing takes more than `most`"
+    surer = initial_states.Knapsack(least=2, most=16, surplus=True, confidence=0.99)
+    assert surer.plan(np.array([0.5, 0.25, 0.0, 1.0]), 8) == [10, 16, 4, 2], "6 and 16 are enough"
     sampler = initial_states.MoppsSampler(decay=0.5)
     for won in (0.0, 0.0):
         sampler.observe(np.arange(3), np.array([won, 8.0, 4.0]), np.full(3, 8.0), np.zeros(3))

@@ -237,5 +237,5 @@ def test_the_shorter_episode_stays_where_it_ended():
     rollouts = replace(rollouts, observation={STATE: state[..., None, None]})
     spread = float(np.std([0.0, 1.0, 3.0, 0.0]))
     assert float(experimental_selection.episode_distances(rollouts)[0, 1]) == pytest.approx(4 / 3 / spread, abs=1e-4)
-    with pytest.raises(ConfigError, match="distinct_pairs.*vector fields"):
+    with pytest.raises(ConfigError, match=r"distinct_pairs.*vector fields"):
         experimental_selection.distinct_pairs(replace(rollouts, observation={}), CONTEXT)

@@ -388,11 +388,27 @@ def test_without_a_pool_nothing_is_believed_of_a_places_initial_state(starts: in
     assert len(collector.sampler.counts) == (2 if starts else 0)
 
 
+@pytest.mark.checks("allocator/knapsack")
+def test_observed_rates_need_a_sampler_that_counts():
+    world, options = SeeingWorld(4), {"knapsack": {"surplus": True}}
+    config = replace(CONFIG, advantage="grpo", num_initial_states=8, allocator="knapsack", options=options)
+    policy = token_policy(world)
+    policy.prepare_finetuning()
+
+    def collector(sampler: str):
+        algorithm = build_algorithm(changed := replace(config, sampler=sampler))
+        return make_collector(world, policy, algorithm, changed, 0, torch.Generator().manual_seed(0))
+
+    assert isinstance(collector("mopps"), EpisodeCollector)
+    with pytest.raises(ConfigError, match="ValueSampler predicts rates without counting"):
+        collector("value")
+
+
 @pytest.mark.parametrize("name", ["knapsack", "mixed", "shadow_price", "dart"])
 def test_allocators_by_predicted_rates_need_initial_states_that_recur(name: str):
     policy = token_policy(world := SeeingWorld(4))
     policy.prepare_finetuning()
-    with pytest.raises(ConfigError, match=f"allocator={name}.* needs a pool of initial states"):
+    with pytest.raises(ConfigError, match=rf"allocator={name}.* needs a pool of initial states"):
         finetune(policy, None, world, replace(CONFIG, advantage="grpo", allocator=name))
 
 

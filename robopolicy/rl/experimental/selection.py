@@ -70,7 +70,9 @@ def episode_distances(rollouts: Rollouts) -> Tensor:
         if isinstance(value, Tensor) and value.dtype.is_floating_point
     ]
     if not vectors:
-        raise ConfigError("selection=[distinct_pairs] compares vector fields, and this policy reads none: leave it out.")
+        raise ConfigError(
+            "selection=[distinct_pairs] compares vector fields, and this policy reads none: leave it out."
+        )
     states = torch.cat(vectors, -1)
     states = states / (states[rollouts.alive].std(0, unbiased=False) + 1e-6)
     length = rollouts.alive.sum(1)

@@ -144,6 +144,12 @@ class EpisodeCollector:
             raise ConfigError(
                 f"The world '{world.spec.name}' does not support snapshots, so episodes cannot be continued in it."
             )
+        if getattr(self.allocator, "reads_observed", False) and not isinstance(self.sampler, Beliefs):
+            raise ConfigError(
+                "options.knapsack.surplus=true tells initial states that never succeeded from others, but "
+                f"{type(self.sampler).__name__} predicts rates without counting results: set surplus=false, or choose "
+                "another sampler."
+            )
         if isinstance(self.sampler, SeesStarts):
             self.sampler.look = self.first_observations
         self.hint = None if algorithm.hint is None else algorithm.hint()
