@@ -19,6 +19,7 @@ from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.segments import Segments
 from robopolicy.nn.optimisers import optimiser_tree, restore_optimiser
 from robopolicy.nn.sharing import copy_trainable
+from robopolicy.rl.advantages.tree import sampled_steps
 from robopolicy.rl.context import Context, Tools, require_input
 from robopolicy.rl.critic import StateFeatures
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -92,10 +93,10 @@ def minibatches(count: int, size: int, epochs: int, context: Context) -> Iterato
         yield from torch.split(order, size)
 
 
-def mixed_groups(rollouts: Rollouts) -> Tensor:
-    """Return a mask of rows in groups with different outcomes, [B] bool."""
+def mixed_groups(rollouts: Rollouts, outcome: Tensor) -> Tensor:
+    """Return a mask of rows in groups with different outcomes, [B] bool; outcome: [B]."""
     groups = Segments.of(rollouts.group)
-    return (groups.maximum(rollouts.row_return) - groups.minimum(rollouts.row_return))[groups.index] > 1e-6
+    return (groups.maximum(outcome) - groups.minimum(outcome))[groups.index] > 1e-6
 
 
 def succeeds_later(rollouts: Rollouts) -> Tensor:
@@ -141,20 +142,21 @@ class ImplicitReward(SideNetwork[Trainable]):
         Only groups with different outcomes are used, as in PRIME's online filter: if all episodes of an initial state
         have the same outcome, it is not informative about their chunks.
         """
+        sampled = sampled_steps(rollouts)
         with torch.no_grad():
-            reference = self._logp(self.reference(), rollouts)
-        telling = mixed_groups(rollouts).nonzero().squeeze(-1)
+            reference = self._logp(self.reference(), rollouts, sampled)
+        telling = mixed_groups(rollouts, self.outcome(rollouts)).nonzero().squeeze(-1)
         for places in minibatches(len(telling), self.minibatch, self.epochs, context):
             index = telling[places]
             part = rollouts.take(index)
             # The logit of success is the sum over all steps, so no single step is told what it was worth.
-            logits = self.beta * (self._logp(self.network, part) - reference[index]).sum((1, 2))
+            logits = self.beta * (self._logp(self.network, part, sampled[index]) - reference[index]).sum((1, 2))
             loss = self.loss(logits, part)
             # A minibatch without two different outcomes may have no loss (OPRL).
             if loss.requires_grad:
                 self.step(loss)
         with torch.no_grad():
-            process = self.beta * (self._logp(self.network, rollouts) - reference)
+            process = self.beta * (self._logp(self.network, rollouts, sampled) - reference)
             total = process.sum((1, 2))
             row_success = rollouts.row_success
             right = ((total > total.mean()) == row_success).float().mean()
@@ -172,11 +174,15 @@ class ImplicitReward(SideNetwork[Trainable]):
         """Return the policy that phi is compared with."""
         return require_input(self.tools.base, "base")
 
-    def _logp(self, policy: ScoredPolicy, rollouts: Rollouts) -> Tensor:
-        """Log-probabilities of all steps, including copied prefixes, [b, t, K], 0 on padding."""
+    def outcome(self, rollouts: Rollouts) -> Tensor:
+        """Return the outcome by which groups are mixed, [B]: the return."""
+        return rollouts.row_return
+
+    def _logp(self, policy: ScoredPolicy, rollouts: Rollouts, sampled: Tensor) -> Tensor:
+        """Log-probabilities of the `sampled` steps [b, t, K], those of copied prefixes too, [b, t, K], 0 elsewhere."""
         alive = rollouts.alive
         logp = self.tools.score(policy, rollouts, alive).logp
-        return logp.new_zeros(rollouts.mask.shape).index_put((alive,), logp)
+        return torch.where(sampled, logp.new_zeros(rollouts.mask.shape).index_put((alive,), logp), 0.0)
 
 
 @mechanism(
@@ -191,6 +197,10 @@ class Prime(ImplicitReward):
 
     def __init__(self, tools: Tools, *, beta: float = 0.05, rate: float = 1e-4, epochs: int = 1, minibatch: int = 64):
         super().__init__(tools, beta, rate, epochs, minibatch)
+
+    def outcome(self, rollouts: Rollouts) -> Tensor:
+        """Return the success [B]: dense rewards that differ tell nothing about a group that failed altogether."""
+        return rollouts.row_success.double()
 
     def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
         """Return the cross-entropy of logits [b], a scalar."""

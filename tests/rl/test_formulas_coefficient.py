@@ -271,6 +271,21 @@ def test_appo_ignores_later_steps_beyond_the_dual_clip():
     assert experimental_coefficients.future_ratio(scored)[0].flatten().tolist() == pytest.approx([2.0, 0.0])
 
 
+@pytest.mark.checks("coefficient/future_ratio", "APPO")
+def test_appo_leaves_out_episodes_with_two_steps_beyond_the_dual_clip():
+    """Of the authors' code: an episode of A < 0 with more than one step whose ratio is above 3."""
+    rollouts = make_rollouts([3, 3, 3], [0, 0, 0], steps=1)
+    ratio = torch.tensor([[3.1, 3.1, 1.0], [3.1, 2.9, 1.0], [3.1, 3.1, 1.0]], dtype=torch.float64)[..., None]
+    advantage = torch.tensor([-1.0, -1.0, 1.0], dtype=torch.float64)[:, None, None].expand(3, 3, 1)
+    scored = make_scored(rollouts, rollouts.logp_behaviour + ratio.log(), advantage)
+    c, stats = experimental_coefficients.future_ratio(scored)
+    assert c[0].flatten().tolist() == [0.0, 0.0, 0.0]
+    # exp F of the step at 2.9 is above 1.2, of the last one 1
+    assert c[1].flatten().tolist() == pytest.approx([0.0, -2.2 * 2.9, -2.0])
+    assert c[2].flatten().tolist() == pytest.approx([0.0, 0.0, 2.0])
+    assert float(stats["left_out"]) == pytest.approx(1 / 3)
+
+
 @pytest.mark.checks("DART-GUI")
 def test_dart_weighs_by_the_truncated_ratio_to_who_played():
     ratio = torch.tensor([0.7, 1.3], dtype=torch.float64)

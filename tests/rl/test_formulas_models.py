@@ -12,6 +12,7 @@ from torch.nn import functional
 from robopolicy.core.rollouts import tensor_of
 from robopolicy.core.spec import STATE
 from robopolicy.rl.context import Context
+from robopolicy.rl.experimental.judges import LearningTeacher
 from robopolicy.rl.experimental.side_models import Oprl, Progress
 from robopolicy.rl.side_models import Prime
 
@@ -39,19 +40,40 @@ def first_step(loss: Tensor, weight: Tensor, rate: float) -> Tensor:
 
 @pytest.mark.checks("models/prime")
 def test_prime_learns_outcomes_from_summed_log_ratios_and_pays_each_of_them():
-    rollouts = make_rollouts([2, 3, 1, 2, 2, 1], [0, 0, 0, 1, 1, 1], [1.0, -1.0, 1.0, -1.0, -1.0, -1.0])
+    rollouts = make_rollouts([2, 3, 1, 2, 2, 1], [0, 0, 0, 1, 1, 1], [1.0, -1.0, 1.0, -1.0, -2.0, -3.0])
     policy = LinearPolicy()
     start = torch.tensor([0.3, -0.2, 0.5, 0.7])
     policy.weight.data.copy_(start)
     model = Prime(tools(policy), beta=0.4, rate=0.1, epochs=1, minibatch=64)
     process_rewards = model.annotate(rollouts, context()).extras["process"]
     weight = start.clone().requires_grad_()
-    # Of the second start all episodes failed: PRIME filters it out.
+    # Of the second start all episodes failed, with different dense rewards: PRIME filters it out.
     logits = 0.4 * log_ratio(rollouts, weight).sum((1, 2))[:3]
     loss = functional.binary_cross_entropy_with_logits(logits, torch.tensor([1.0, 0.0, 1.0]))
     learned = first_step(loss, weight, 0.1)
     assert not torch.equal(learned, start)
     torch.testing.assert_close(process_rewards, 0.4 * log_ratio(rollouts, learned), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.checks("models/prime", "models/oprl", "models/learning_teacher")
+@pytest.mark.parametrize("kind", [Prime, Oprl, LearningTeacher])
+def test_steps_without_noise_are_no_part_of_an_implicit_reward_and_a_copied_prefix_is(kind):
+    """The second step of row 0's first chunk was no choice; row 1 shares that chunk, which row 0 played."""
+    rollouts = make_rollouts([2, 2], [0, 0], [1.0, -1.0], parent=[-1, 0], branch_decision=[-1, 1])
+    rollouts.mask[0, 0, 1] = False
+    rollouts.mask[1, 0] = False
+    for value in (*rollouts.latents.values(), *rollouts.observation.values()):
+        value[1, 0] = value[0, 0]
+    policy = LinearPolicy()
+    policy.weight.data.copy_(torch.tensor([0.3, -0.2, 0.5, 0.7]))
+    model = kind(tools(policy), beta=0.4, rate=0.1, epochs=1, minibatch=64)
+    process = model.annotate(rollouts, context()).extras["process"]
+    sampled = torch.tensor([[[1, 0], [1, 1]], [[1, 0], [1, 1]]]).bool()
+    assert torch.equal(process != 0, sampled) and torch.equal(process[0, 0], process[1, 0])
+    moved = process[0, 1].clone()
+    rollouts.latents["x"][0, 0, 1] += 50.0  # what it was is of no consequence for what is learned
+    again = kind(tools(policy), beta=0.4, rate=0.1, epochs=1, minibatch=64)
+    torch.testing.assert_close(again.annotate(rollouts, context()).extras["process"][0, 1], moved)
 
 
 @pytest.mark.checks("models/oprl")

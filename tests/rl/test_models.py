@@ -69,6 +69,7 @@ def test_implicit_rewards_find_the_units_that_matter(kind):
 def test_prime_advantages_equal_a_slow_reference():
     rollouts = make_rollouts([2, 3, 1, 2], [0, 0, 0, 1], [1.0, 0.0, 1.0, 1.0])
     draws = torch.Generator().manual_seed(0)
+    rollouts.mask[1, 0, 1] = False  # without noise
     process = torch.randn(rollouts.mask.shape, generator=draws) * rollouts.mask
     advantages = process_rloo(rollouts.with_extras(process=process), context(), whiten=False)
     for row in range(4):
@@ -84,6 +85,12 @@ def test_prime_advantages_equal_a_slow_reference():
                     rest = sum(flat[later] - base for later in range(unit, len(flat)) if alive[later])
                     expected.view(-1)[unit] = rest + won
         torch.testing.assert_close(advantages[row], expected, atol=1e-5, rtol=1e-5)
+    whitened = process_rloo(rollouts.with_extras(process=process), context())
+    counts = rollouts.mask & (rollouts.group == 0)[:, None, None]
+    assert float(whitened[counts].mean()) == pytest.approx(0, abs=1e-6) and not whitened[~counts].any()
+    assert float(whitened[counts].std(unbiased=False)) == pytest.approx(1, abs=1e-5)
+    failed = make_rollouts([1, 2], [0, 0], [-1.0, -2.0])  # dense rewards differ, and both failed
+    assert not process_rloo(failed.with_extras(process=torch.rand(failed.mask.shape)), context()).any()
 
 
 @pytest.mark.long

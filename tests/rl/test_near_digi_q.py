@@ -223,6 +223,23 @@ def test_held_out_values_are_predicted_before_their_outcomes_are_learned():
     torch.testing.assert_close(following.extras["v"], after.extras["v"])
 
 
+@pytest.mark.checks("models/q_ensemble", "IGPO")
+def test_before_its_first_outcomes_a_held_out_model_tells_no_decisions_apart():
+    """Weights as they were drawn would credit decisions at random: the reward is the outcome alone."""
+    rollouts = corridor(64)
+    model = QEnsemble(tools(Drawing()), held_out=True)
+    annotated = model.annotate(rollouts, context())
+    rate = rollouts.row_success.float().mean()
+    assert 0 < float(rate) < 1
+    for name in ("q", "v"):
+        torch.testing.assert_close(annotated.extras[name], torch.where(rollouts.alive, rate, 0.0))
+    resumed = QEnsemble(tools(Drawing()), held_out=True)
+    resumed.restore(model.tree())
+    learned = model.annotate(rollouts, context()).extras["v"]
+    assert not torch.allclose(learned[rollouts.alive], rate)
+    torch.testing.assert_close(resumed.annotate(rollouts, context()).extras["v"], learned)
+
+
 @pytest.mark.checks("models/first_error", "InT")
 def test_the_first_error_of_a_failure_is_where_the_value_first_falls():
     rollouts = make_rollouts([4, 4, 3, 2], [0] * 4, [0.0, 1.0, 0.0, 0.0])

@@ -15,7 +15,7 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments, distinct
 from robopolicy.rl.advantages.gae import standardise
 from robopolicy.rl.advantages.group import broadcast, dr_grpo, group_normalised, leave_one_out, outcomes
-from robopolicy.rl.advantages.tree import per_decision
+from robopolicy.rl.advantages.tree import per_decision, sampled_steps
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -180,20 +180,18 @@ def process_rloo(
     uses r_u instead of the sum: a log-ratio already is an advantage (arXiv:2404.12358), and later terms only add noise.
     It agrees with the true advantages twice as closely as the outcome does.
     """
-    reward, alive = rollouts.extras["process"], rollouts.alive
+    reward, sampled = rollouts.extras["process"], sampled_steps(rollouts)
     groups, all_rows = Segments.of(rollouts.group), torch.ones_like(rollouts.group, dtype=torch.bool)
     # Leave one out on means per step, not on sums: long episodes would otherwise seem to have more process reward.
-    steps = (alive.sum(1) * reward.shape[-1]).clamp(min=1)
-    mean = reward.sum((1, 2)) / steps
+    mean = torch.where(sampled, reward, 0.0).sum((1, 2)) / sampled.sum((1, 2)).clamp(min=1)
     baseline = mean - leave_one_out(mean, all_rows, groups)
-    centred = torch.where(alive[..., None], reward - baseline[:, None, None], 0.0).flatten(1)
+    centred = torch.where(sampled, reward - baseline[:, None, None], 0.0).flatten(1)
     following = (centred.flip(1).cumsum(1).flip(1) if to_go else centred).reshape(reward.shape)
-    success_advantage = leave_one_out(rollouts.row_success.float(), all_rows, groups)
+    success = rollouts.row_success.float()
     # Where all episodes of a start ended alike, process rewards can only restate noise: those groups get nothing.
-    spread = groups.maximum(rollouts.row_return) - groups.minimum(rollouts.row_return)
-    mixed = (spread > 1e-6)[groups.index]
-    advantage = process * following + outcome * success_advantage[:, None, None]
-    counted_mask = (alive & mixed[:, None])[..., None].expand(reward.shape)
+    mixed = (groups.maximum(success) > groups.minimum(success))[groups.index]
+    advantage = process * following + outcome * leave_one_out(success, all_rows, groups)[:, None, None]
+    counted_mask = sampled & mixed[:, None, None]
     if not bool(counted_mask.any()):
         return torch.zeros_like(advantage)
     return standardise(advantage, counted_mask) if whiten else torch.where(counted_mask, advantage, 0.0)

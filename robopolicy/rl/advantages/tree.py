@@ -53,6 +53,15 @@ def owners(rollouts: Rollouts) -> Tensor:
     return owner
 
 
+def sampled_steps(rollouts: Rollouts) -> Tensor:
+    """Return the steps that were sampled, [B, T, K] bool: of a copied prefix, which `mask` leaves out, those of the row
+    that owns it.
+    """
+    owner, mask = owners(rollouts), rollouts.mask
+    flat = mask.flatten(1) if owner.shape != rollouts.shape else mask
+    return flat[owner, torch.arange(owner.shape[1], device=mask.device)].reshape(mask.shape)
+
+
 def subtree_values(rollouts: Rollouts) -> tuple[Tensor, Segments]:
     """Compute the mean return of the leaves under every node, and the nodes as segments, flat.
 
@@ -144,8 +153,8 @@ def tree_po(rollouts: Rollouts, context: Context, *, by_size: bool = False) -> T
     """Leaf advantage: mean over the depths of its path of R minus the mean return of its subtree there.
 
     The first depth is the complete group; depths at which the leaf is alone in its subtree do not count. by_size:
-    weight depths by the number of leaves in the subtree. Standardised over the batch. Returns A [B, T], constant over
-    an episode.
+    weight depths by the number of leaves in the subtree. Standardised over the batch's episodes (in the authors' code
+    over its tokens). Returns A [B, T], constant over an episode.
     """
     returns, counts, groups = outcomes(rollouts)
     values, nodes = subtree_values(rollouts)

@@ -188,8 +188,9 @@ def future_ratio(
         F_t = sum_{k >= t} 2^((t - k) / half_life) d_k,   d = log pi - log pi_old, 0 where d > log dual_clip
 
     over the scored steps of an episode in order, without gradient; half_life: in steps. Before the first update of an
-    iteration d = 0 and every A is multiplied by 1 + gain, so it needs several epochs, or stale data. Omitted: the
-    authors' bound on f where A < 0 and the ratio is beyond dual_clip, where no gradient is left.
+    iteration d = 0 and every A is multiplied by 1 + gain, so it needs several epochs, or stale data. An episode with
+    A < 0 at more than one step whose ratio is beyond dual_clip has no gradient at all. Omitted: the authors' bound on f
+    where A < 0 and the ratio is beyond dual_clip, where no gradient is left.
     """
     change = torch.where(scored.step_log_ratio <= math.log(dual_clip), scored.step_log_ratio, 0.0)
     order = (
@@ -200,7 +201,10 @@ def future_ratio(
     later = discounted_sums(ordered, decay, torch.ones_like(ordered, dtype=torch.bool))
     factor = torch.zeros_like(ordered).scatter(1, order, later).reshape(change.shape).exp().clamp(1, 1 + most)
     c = ppo(scored.log_ratio, scored.advantage * (1 + gain * factor), low, high, scored.clamped, dual_clip)
-    return c, {"future_factor": factor[scored.mask].mean()}
+    beyond = scored.mask & (scored.advantage < 0) & (scored.ratio > dual_clip)
+    left_out = beyond.sum((1, 2)) > 1
+    stats = {"future_factor": factor[scored.mask].mean(), "left_out": left_out.double().mean()}
+    return torch.where(left_out[:, None, None], 0.0, c), stats
 
 
 @mechanism(Slot.COEFFICIENT, "drpo", source="DRPO, arXiv:2510.04474", needs=(Need.WHOLE_GROUPS,))

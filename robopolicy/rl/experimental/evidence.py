@@ -34,7 +34,8 @@ class Answers:
     goal: names of the goal's elements -> names of the elements that are to reach it, such as {goal_x: cube_x, goal_y:
     cube_y}. Offsets to the goal, named <thing>_to_<element>, move with it. The best success has the highest return,
     the worst failure the lowest. A group without successes has its own goal as the right answer, one without failures
-    gets the right answer twice. Adds extras["right_logp"] and ["wrong_logp"] [B, T, K] under the policy that acted.
+    gets the right answer twice. Adds extras["right_logp"] and ["wrong_logp"] [B, T, K] under the policy before the
+    update.
     Raises ConfigError for unknown elements.
     """
 

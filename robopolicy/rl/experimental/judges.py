@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.segments import Segments, quantile
-from robopolicy.rl.advantages.tree import owners, subtree_means
+from robopolicy.rl.advantages.tree import owners, sampled_steps, subtree_means
 from robopolicy.rl.context import Context, Tools, require_input
 from robopolicy.rl.experimental.own_teacher import as_undisturbed
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -284,17 +284,19 @@ class LearningTeacher(ImplicitReward):
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Move delta, train in every `every`-th iteration, then add the rewards."""
         view = as_undisturbed(rollouts) if self.privileged else rollouts
+        sampled = sampled_steps(rollouts)
         with torch.no_grad():
-            prior = self._logp(self.tools.policy, rollouts)
-            reward = self.beta * (self._logp(self.network, view) - prior).sum((1, 2))
+            prior = self._logp(self.tools.policy, rollouts, sampled)
+            reward = self.beta * (self._logp(self.network, view, sampled) - prior).sum((1, 2))
         middle = float(middle_of(reward, rollouts.row_success))
         self.delta = self.momentum * self.delta + (1 - self.momentum) * middle
         if context.iteration % self.every == 0:
             for index in minibatches(len(rollouts.group), self.minibatch, self.epochs, context):
                 part = view.take(index)
-                self.step(self.loss(self.beta * (self._logp(self.network, part) - prior[index]).sum((1, 2)), part))
+                gap = self._logp(self.network, part, sampled[index]) - prior[index]
+                self.step(self.loss(self.beta * gap.sum((1, 2)), part))
         with torch.no_grad():
-            process = self.beta * (self._logp(self.network, view) - prior)
+            process = self.beta * (self._logp(self.network, view, sampled) - prior)
         right = ((process.sum((1, 2)) > self.delta) == rollouts.row_success).float().mean()
         return rollouts.with_extras(process=process, process_accuracy=right.expand(rollouts.shape))
 

@@ -67,7 +67,11 @@ class Shared:
 
     def _write(self, rollouts: Rollouts, iteration: int) -> None:
         """Write the groups with different outcomes, and delete own ones that are too old."""
-        own_rows = rollouts.take(mixed_groups(rollouts).nonzero().squeeze(1)).without(following=True).compact()
+        own_rows = (
+            rollouts.take(mixed_groups(rollouts, rollouts.row_return).nonzero().squeeze(1))
+            .without(following=True)
+            .compact()
+        )
         if len(own_rows.group):
             tree = replace(own_rows, logp_proximal=None).to("cpu").tree()
             write_folder_atomic(

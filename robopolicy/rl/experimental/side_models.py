@@ -290,10 +290,10 @@ class QEnsemble(SideNetwork[ValueModel]):
     them as there are new ones, with newly sampled actions. monte_carlo: both -> 1 if the episode succeeded later;
     nothing is stored, q is the mean over the members, and v is shifted to the same mean as q. Adds extras["q"] and
     ["v"] [B, T]; advantage=q_values, rewards=[pav] and auxiliaries=[best_of_n, spo] use them. held_out: predict before
-    learning from an iteration's outcomes, which values that credit these outcomes must not have seen. Deviations: it
-    reads the state vectors, which take the place of Digi-Q's frozen features; V follows the minimum over the members,
-    while the paper's two critics each have their own V; the policy imitates in the states of this iteration, not in the
-    stored ones.
+    learning from an iteration's outcomes, which values that credit these outcomes must not have seen; in the first
+    iteration, before anything is learned, both are the batch's success rate. Deviations: it reads the state vectors,
+    which take the place of Digi-Q's frozen features; V follows the minimum over the members, while the paper's two
+    critics each have their own V; the policy imitates in the states of this iteration, not in the stored ones.
     """
 
     def __init__(
@@ -335,12 +335,14 @@ class QEnsemble(SideNetwork[ValueModel]):
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Train, then add the values of every chunk; in the other order with `held_out`."""
-        if not self.network.v.fitted:
+        has_learned = self.network.v.fitted
+        if not has_learned:
             self.network.fit(rollouts)
             # Also for the standardisation, without which the slow copy would read other inputs.
             self.slow.load_state_dict(self.network.state_dict())
         if self.held_out:
-            annotated = self._with_values(rollouts)
+            rate = torch.where(rollouts.alive, rollouts.row_success.float().mean(), 0.0)
+            annotated = self._with_values(rollouts) if has_learned else rollouts.with_extras(q=rate, v=rate)
             self._learn(rollouts, context)
             return annotated
         self._learn(rollouts, context)
