@@ -12,6 +12,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Scores
+from robopolicy.rl.context import score_extra
 from robopolicy.rl.presets import RatioLevel
 
 
@@ -132,12 +133,13 @@ def score_norm(scores: Scores, latents: Mapping[str, Tensor], executed: Tensor) 
     Tokens with probabilities p, the chosen one p_a: 1 - 2 p_a + sum p^2. Gaussian steps x: (x - mean)^2 / std^4, its
     mean over the elements of the executed steps [n, C] bool. By matching: the squared error, to which it is
     proportional. scores: of all steps of chunks with `latents` [n, ...]. It stands for the gradient by the weights.
+    Raises ConfigError if scores of denoising steps lack their means.
     """
     if "log_probabilities" in scores.extras:
         return 1 - 2 * scores.logp.exp() + (2 * scores.extras["log_probabilities"]).exp().sum(-1)
     if "chain" not in latents:
         return -scores.logp
-    mean, std = scores.extras["mean"], scores.extras["std"]
+    mean, std = score_extra(scores, "mean"), score_extra(scores, "std")
     terms = ((latents["chain"][:, 1:] - mean) / std.square().clamp(min=1e-6)).square()[..., : executed.shape[1], :]
     weight = executed[:, None, :, None].to(terms.dtype).expand_as(terms)
     return (terms * weight).sum((-2, -1)) / weight.sum((-2, -1)).clamp(min=1)

@@ -93,6 +93,8 @@ def test_norms_of_scores_are_those_of_gradients_by_logits_and_by_means():
     (gradient,) = torch.autograd.grad(density.sum(), mean)
     expected = gradient.square().sum((2, 3)) / 4
     torch.testing.assert_close(score_norm(scores, {"chain": chain}, executed).detach(), expected)
+    with pytest.raises(ConfigError, match="reads 'mean'"):
+        score_norm(Scores(density, density, {}), {"chain": chain}, executed)
 
 
 @pytest.mark.checks("rewards/within_budget", "PALU")

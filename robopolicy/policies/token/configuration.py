@@ -57,8 +57,8 @@ class TokenConfig(FormerNames):
     temperature: Positive = 1.0
     """Temperature of sampling and of log-probabilities."""
     entropy_temperature: NonNegative = 0.0
-    """Sampling only: how much hotter than `temperature` uncertain tokens are drawn, and colder certain ones (HAPO:
-    .05).
+    """Sampling only: how much hotter than `temperature` uncertain tokens are drawn, and colder certain ones, among
+    those drawn together (HAPO: .05).
     """
     decoding: TokenDecoding = TokenDecoding.CAUSAL
     """Decoding: causal (token by token), masked (discrete diffusion, several tokens at a time in any order) or parallel

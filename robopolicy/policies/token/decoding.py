@@ -35,8 +35,9 @@ class ActionLanguage:
         """Return the log-probabilities that tokens are drawn from: logp [..., V], hotter where its entropy is high.
 
         The temperature is multiplied by 1 + tau h (HAPO, arXiv:2509.16591), with h in [-1, 1] from the log-entropy
-        relative to its .8 quantile over these entries. What is recorded stays logp, as in the authors' code, so the
-        ratio does not correct for it.
+        relative to its .8 quantile over these entries: in causal decoding those of one place of all rows that act
+        together, so that a row alone is drawn at the plain temperature. What is recorded stays logp, as in the authors'
+        code, so the ratio does not correct for it.
         """
         if not self.entropy_temperature:
             return logp
