@@ -91,6 +91,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weight": "step_mean",
         "rewards": ("success_only",),
         "replay": "spear",
+        "options": {"clip_cov": {"share": 0.02}},
     },
     "remix": {
         "advantage": "grpo",

@@ -7,7 +7,9 @@ import pytest
 import torch
 from made_rollouts import make_rollouts, make_scored
 
+from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.coefficients import clip_cov, decoupled_ppo
+from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.experimental.coefficients import kl_cov
 from robopolicy.rl.objective import policy_loss
 
@@ -27,6 +29,15 @@ def test_the_largest_covariances_by_hand():
         assert clip_cov(scored_with(logp, advantage), share=share)[0].flatten().tolist() == expected
     clipped_share = clip_cov(scored_with(logp, advantage))[1]["covariance"]
     assert float(clipped_share) == pytest.approx(3 / 4)
+
+
+@pytest.mark.checks("SPEAR")
+def test_the_preset_spear_leaves_steps_out_of_a_minibatch_of_a_hundred():
+    logp, advantage = (torch.randn(100, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
+    c, _ = build_algorithm(AlgorithmConfig(algorithm="spear")).coefficient(scored_with(logp, advantage))
+    covariance = (logp - logp.mean()) * (advantage - advantage.mean())
+    left_out = (c.flatten() == 0).nonzero().squeeze(1).tolist()
+    assert sorted(left_out) == sorted(covariance.topk(2).indices.tolist())
 
 
 @pytest.mark.checks("coefficient/clip_cov")

@@ -261,7 +261,7 @@ class LearningTeacher(ImplicitReward):
     q is trained in every `every`-th iteration. Adds extras["process"] [B, T, K] = beta (log q - log pi), which
     advantage=process_gap follows: the reverse KL to q on own episodes. privileged: q sees more than the policy, the
     fields without faults (world.options.undisturbed=true). In the paper it reads critiques as text, which a policy of
-    actions cannot.
+    actions cannot, and shares the policy's weights, where this copy has its own.
     """
 
     def __init__(
