@@ -275,6 +275,8 @@ class RecordsMeans(Protocol):
     """A policy with Gaussian steps that can store their means in each `Decision`.
 
     record_means: whether `Decision.latents` contains "mean" [B, K, P, A], the mean of every step at sampling time.
+    Extras of its `Scores`: "mean" and "std", and "logp_precision" [N, K, P, A], the weights w with which squared
+    deviations enter a log-probability, -1/2 sum w (x - mean)^2 + constant.
     """
 
     record_means: bool

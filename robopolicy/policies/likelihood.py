@@ -37,8 +37,9 @@ def chain_scores(
 
     first: schedule index of the first step; latents: "chain" [N, K+1, P, A]; optional "chosen" [N, k] int64, steps to
     evaluate, and "executed" [N, C] bool, see `reduce_logp`; part: executed part of a latent. Returns logp and entropy
-    [N, K] (or [N, k]); extras: mean [N, K, P, A] and std of the Gaussians, logp_clamped and clean_clipped [N, K], the
-    fractions of elements whose gradient is zero because of the clamp or the clip.
+    [N, K] (or [N, k]); extras: mean [N, K, P, A] and std of the Gaussians, logp_precision (see `logp_precision`),
+    logp_clamped and clean_clipped [N, K], the fractions of elements whose gradient is zero because of the clamp or the
+    clip.
     """
     chain, indices = latents["chain"], latents.get("chosen")
     times = schedule.times[first:]
@@ -65,11 +66,35 @@ def chain_scores(
         if schedule.clip is not None:
             estimate = part.of(schedule.clean_estimate(x, prediction, step))
             clipped = (estimate.abs() > schedule.clip).float().mean((-2, -1))
+        precision = logp_precision(config, normal, latents.get("executed"), part)
     return Scores(
         logp,
         entropy,
-        {"mean": normal.mean, "std": std, "logp_clamped": clamped, "clean_clipped": clipped},
+        {
+            "mean": normal.mean,
+            "std": std,
+            "logp_precision": precision,
+            "logp_clamped": clamped,
+            "clean_clipped": clipped,
+        },
     )
+
+
+def logp_precision(
+    config: DenoisingPolicyConfig, normal: Normal, executed: Tensor | None, part: ExecutedSlice
+) -> Tensor:
+    """Return the weights w [N, K, P, L] of squared deviations in a log-probability, -1/2 sum w (x - mean)^2 + constant.
+
+    They are 0 where `reduce_logp` leaves elements out, and are those of its reduction and of its lower bound on the
+    standard deviation. executed: [N, C] bool, see there.
+    """
+    std = torch.where(normal.std > 0, normal.std.clamp_min(config.min_logprob_std), torch.inf)
+    weight = normal.mean.new_zeros(len(normal.mean), 1, *normal.mean.shape[-2:])
+    scored_part = part.of(weight)
+    scored_part += 1.0 if executed is None else executed[:, None, :, None].to(weight.dtype)
+    if config.logp_reduction is LogpReduction.MEAN:
+        weight /= weight.sum((-2, -1), keepdim=True).clamp_min(1)
+    return (weight / std.square()).expand(normal.mean.shape)
 
 
 def reduce_logp(

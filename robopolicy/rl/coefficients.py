@@ -170,25 +170,26 @@ def _positive_share(scored: Scored, bottom: float, top: float) -> Tensor:
 
 
 def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
-    """Return |mean - mean_old|^2 / (2 std^2) averaged over the executed elements, and std, both [b, t, K].
+    """Return the KL(old || new) of the elements in a step's log-probability, reduced as that is, and their std, both
+    [b, t, K].
 
-    This equals KL(old || new) of a Gaussian step, per dimension. latents["mean"] contains the behaviour policy's means
-    [b, t, K', P, A]; raises ConfigError if the policy's likelihood stores none.
+    It is 1/2 sum w (mean - mean_old)^2 with the weights `logp_precision` of the policy's scores; std: the mean over
+    these elements. latents["mean"] contains the behaviour policy's means [b, t, K', P, A]; raises ConfigError if the
+    policy's likelihood stores none.
     """
     if "mean" not in scored.rollouts.latents:
         raise ConfigError(
             "This mechanism needs the mean of every denoising step under the acting policy, which this policy's "
             "likelihood does not store."
         )
-    mean, std = scored.extra("mean"), scored.extra("std")
+    mean, precision = scored.extra("mean"), scored.extra("logp_precision")
     old = scored.rollouts.latents["mean"]
     old = torch.gather(old, 2, scored.chosen[..., None, None].expand(mean.shape))
-    # What lies behind the executed steps of a chunk was drawn but has moved nothing.
-    executed_mask = scored.rollouts.valid[:, :, None, :, None].to(mean.dtype)
-    chunk = executed_mask.shape[3]
-    distance = ((mean - old).square() / (2 * std.square().clamp(min=1e-12)))[..., :chunk, :] * executed_mask
-    count = (executed_mask.sum((3, 4)) * mean.shape[-1]).clamp(min=1)
-    return distance.sum((3, 4)) / count, std.expand(mean.shape).flatten(3)[..., 0]
+    # What lies behind the executed steps of a chunk was drawn but has moved nothing: its weight is 0.
+    shift = 0.5 * (precision * (mean - old).square()).sum((3, 4))
+    element_mask = (precision > 0).to(mean.dtype)
+    std = (scored.extra("std").expand(mean.shape) * element_mask).sum((3, 4)) / element_mask.sum((3, 4)).clamp(min=1)
+    return shift, std
 
 
 def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
@@ -196,7 +197,7 @@ def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
 
         log r' = [log r + |mean - mean_old|^2 / (2 std^2)] * std
 
-    log_ratio and shift must have the same reduction over dimensions. Under samples of the old policy E[log r'] = 0,
+    log_ratio and shift have the same reduction over dimensions. Under samples of the old policy E[log r'] = 0,
     while E[log r] = -shift; the factor std gives all steps the same scale. Source: GRPO-Guard, arXiv:2510.22319 (public
     documentation).
     """
@@ -206,19 +207,16 @@ def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
 
 
 @mechanism(Slot.COEFFICIENT, "grpo_guard", source="GRPO-Guard, arXiv:2510.22319", needs=(Need.MEANS, Need.STEP_RATIOS))
-def grpo_guard(scored: Scored, *, summed: bool = False) -> Coefficients:
+def grpo_guard(scored: Scored) -> Coefficients:
     """PPO on ratios whose mean is corrected to 1, so that clipping acts equally on both sides of a Gaussian step.
 
     c = std r' A, the gradient of the clipped surrogate of r' (see `guarded_log_ratio`; deviation: the gradient of the
-    shift, second order in the step, is dropped). summed: log-probabilities are sums over dimensions
-    (policy.logp_reduction=sum). Clip widths apply to the scaled log-ratio and are std times smaller. The paper also
-    divides the loss of a step by its length dt; all flows here take steps of equal length, where that is one factor for
-    the complete loss, and a denoising chain has no such length. r is the ratio to the policy that acted, also for older
-    episodes: the recorded means are its means.
+    shift, second order in the step, is dropped). Clip widths apply to the scaled log-ratio and are std times smaller.
+    The paper also divides the loss of a step by its length dt; all flows here take steps of equal length, where that is
+    one factor for the complete loss, and a denoising chain has no such length. r is the ratio to the policy that acted,
+    also for older episodes: the recorded means are its means.
     """
     shift, std = mean_shift(scored)
-    if summed:
-        shift = shift * scored.rollouts.duration[..., None] * scored.rollouts.actions.shape[-1]
     # To the proximal policy a shift from the means of the acting one would not belong: r' would differ from 1 for a
     # policy that has not moved.
     to_acting = scored.log_ratio + scored.staleness

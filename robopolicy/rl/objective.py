@@ -140,9 +140,7 @@ def score_norm(scores: Scores, latents: Mapping[str, Tensor], executed: Tensor) 
     if "chain" not in latents:
         return -scores.logp
     mean, std = score_extra(scores, "mean"), score_extra(scores, "std")
-    terms = ((latents["chain"][:, 1:] - mean) / std.square().clamp(min=1e-6)).square()[..., : executed.shape[1], :]
-    weight = executed[:, None, :, None].to(terms.dtype).expand_as(terms)
-    return (terms * weight).sum((-2, -1)) / weight.sum((-2, -1)).clamp(min=1)
+    return _executed_mean(((latents["chain"][:, 1:] - mean) / std.square().clamp(min=1e-6)).square(), scores, executed)
 
 
 def distribution_overlap(student: Scores, teacher: Scores, executed: Tensor) -> Tensor:
@@ -158,6 +156,19 @@ def distribution_overlap(student: Scores, teacher: Scores, executed: Tensor) -> 
         likely = [torch.zeros_like(each).scatter(-1, each.topk(count, -1).indices, 1.0) for each in both]
         return (likely[0] * likely[1]).sum(-1) / count
     difference = student.extras["mean"] - teacher.extras["mean"]
-    terms = (difference / student.extras["std"].clamp(min=1e-6)).square()[..., : executed.shape[1], :]
-    weight = executed[:, None, :, None].to(terms.dtype).expand_as(terms)
-    return (-0.5 * (terms * weight).sum((-2, -1)) / weight.sum((-2, -1)).clamp(min=1)).exp()
+    terms = (difference / student.extras["std"].clamp(min=1e-6)).square()
+    return (-0.5 * _executed_mean(terms, student, executed)).exp()
+
+
+def _executed_mean(terms: Tensor, scores: Scores, executed: Tensor) -> Tensor:
+    """Return the mean of terms [n, k, P, A] over the elements of log-probabilities whose steps are in `executed`.
+
+    executed: [n, C] bool, of a chunk's steps, which begin at the first predicted one unless the scores say otherwise
+    (logp_precision).
+    """
+    if "logp_precision" in scores.extras:
+        weight = (scores.extras["logp_precision"] > 0).to(terms.dtype)
+    else:
+        terms = terms[..., : executed.shape[1], :]
+        weight = executed[:, None, :, None].to(terms.dtype).expand_as(terms)
+    return (terms * weight).sum((-2, -1)) / weight.sum((-2, -1)).clamp(min=1)

@@ -134,7 +134,13 @@ def test_grpo_guard_is_the_gradient_of_its_clipped_surrogate():
     advantage = torch.randn(64, 1, 3, generator=draws, dtype=torch.float64)
     noise = torch.randn(advantage.shape, generator=draws, dtype=torch.float64)
     logp = (rollouts.logp_behaviour + 0.5 * noise).requires_grad_()
-    scored = make_scored(rollouts, logp, advantage, (0.05, 0.05), extras={"mean": mean, "std": std})
+    scored = make_scored(
+        rollouts,
+        logp,
+        advantage,
+        (0.05, 0.05),
+        extras={"mean": mean, "std": std, "logp_precision": 1 / std.square() / 2},
+    )
 
     shift, spread = coefficients.mean_shift(scored)
     regulated = ((logp - rollouts.logp_behaviour + shift) * spread).exp()

@@ -322,7 +322,10 @@ def test_step_preferences_equal_a_slow_reference(sampled: int):
         def log_prob(observation, latents) -> Scores:
             here = latents["chain"].gather(1, latents["chosen"][..., None, None].expand(-1, 1, 2, 1))
             mean = scale * here
-            return Scores(mean[..., 0, 0], mean[..., 0, 0], {"mean": mean, "std": std[: len(mean)]})
+            weight = torch.tensor([1.0, 0.0]).reshape(1, 1, 2, 1).expand(mean.shape)  # of two steps one is executed
+            return Scores(
+                mean[..., 0, 0], mean[..., 0, 0], {"mean": mean, "std": std[: len(mean)], "logp_precision": weight}
+            )
 
         return log_prob
 
@@ -356,7 +359,7 @@ def test_step_preferences_equal_a_slow_reference(sampled: int):
         ratio = []
         for child in (best, worst):
             own, base = (
-                Normal(scale * start[place], 0.3).log_prob(drawn[child, place].detach()).mean()
+                Normal(scale * start[place], 0.3).log_prob(drawn[child, place].detach())[0].mean()
                 for scale in (theta, 0.85)
             )
             ratio.append((own - base).clamp(math.log(0.8), math.log(1.2)))

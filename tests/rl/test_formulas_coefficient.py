@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from made_rollouts import make_rollouts, make_scored
-from torch import Tensor
-from torch.distributions import Normal, kl_divergence
 from torch.nn import functional
 
+from robopolicy.nn.schedules import Normal
+from robopolicy.policies.configuration import DenoisingPolicyConfig, LogpReduction
+from robopolicy.policies.latents import ExecutedSlice
+from robopolicy.policies.likelihood import logp_precision, reduce_logp
 from robopolicy.rl import coefficients
 from robopolicy.rl.experimental import coefficients as experimental_coefficients
 from robopolicy.rl.objective import log_ratios, policy_loss
@@ -116,45 +118,32 @@ def test_on_policy_distillation_is_capped_and_may_learn_from_the_outcome_too():
 
 
 @pytest.mark.checks("coefficient/grpo_guard")
-def test_the_shift_is_the_kl_of_the_executed_elements():
+@pytest.mark.parametrize("reduction", list(LogpReduction))
+@pytest.mark.parametrize("floor", [0.0, 0.3])
+def test_the_shift_is_what_the_acting_policys_own_means_lose_in_log_probability(reduction, floor):
+    """Also where the chunk begins after the first predicted step, latents are padded, or the episode ends inside."""
     draws = torch.Generator().manual_seed(0)
-    rollouts = make_rollouts([2, 1], [0, 0], steps=3)
-    valid = rollouts.valid.clone()
-    valid[0, 1, 1] = False  # of the chunk's two control steps one is played
-    shape = (2, 2, 3, 4, 1)  # four are predicted
-    old, mean = (torch.randn(shape, generator=draws, dtype=torch.float64) for _ in range(2))
-    std = 0.1 + torch.rand(1, 1, 3, 1, 1, generator=draws, dtype=torch.float64).expand(shape)
-    rollouts = replace(rollouts, valid=valid, latents={"mean": old})
-    extras: dict[str, Tensor] = {"mean": mean, "std": std}
-    advantage = torch.full((2, 2, 3), 2.0, dtype=torch.float64)
-    scored = make_scored(rollouts, rollouts.logp_behaviour + 0.1, advantage, extras=extras)
-    shift, spread = coefficients.mean_shift(scored)
-    torch.testing.assert_close(spread, std[..., 0, 0])
-    element = kl_divergence(Normal(old, std), Normal(mean, std))[..., :2, :]
-    expected = element.mean((-2, -1))
-    expected[0, 1] = element[0, 1, :, :1].mean((-2, -1))
-    played = rollouts.alive
-    torch.testing.assert_close(shift[played], expected[played])
+    config = DenoisingPolicyConfig(logp_reduction=reduction, min_logprob_std=floor, logp_clamp=None)
+    part = ExecutedSlice(first=1, count=2, size=1)  # of 4 predicted steps and 2 elements
+    old, change = (torch.randn(3, 2, 4, 2, generator=draws, dtype=torch.float64) for _ in range(2))
+    mean = old + 0.2 * change
+    std = 0.1 + 0.4 * torch.rand(1, 2, 1, 2, generator=draws, dtype=torch.float64)
+    executed = torch.tensor([[True, True], [True, False], [True, True]])
+    precision = logp_precision(config, Normal(mean, std), executed, part)
+    before, after = (reduce_logp(config, Normal(each, std), old, executed, part)[0] for each in (old, mean))
+    torch.testing.assert_close(0.5 * (precision * (mean - old).square()).sum((-2, -1)), before - after)
 
-
-@pytest.mark.checks("coefficient/grpo_guard")
-def test_the_shift_of_summed_log_probabilities_is_summed_over_executed_elements():
-    draws = torch.Generator().manual_seed(0)
-    rollouts = make_rollouts([2, 1], [0, 0], steps=2)
-    valid = rollouts.valid.clone()
-    valid[0, 1, 1] = False
-    old, mean = (0.1 * torch.randn(2, 2, 2, 3, 1, generator=draws, dtype=torch.float64) for _ in range(2))
-    std = torch.full_like(old, 0.3)
-    rollouts = replace(rollouts, valid=valid, latents={"mean": old})
-    advantage = torch.randn(2, 2, 2, generator=draws, dtype=torch.float64)
+    rollouts = replace(make_rollouts([1, 1, 1], [0, 0, 0], steps=2), latents={"mean": old[:, None]})
+    extras = {"mean": mean, "std": std.expand(mean.shape), "logp_precision": precision}
     scored = make_scored(
-        rollouts, rollouts.logp_behaviour + 0.1, advantage, (9.0, 9.0), extras={"mean": mean, "std": std}
+        rollouts,
+        rollouts.logp_behaviour + (after - before)[:, None],
+        torch.ones(3, 1, 2, dtype=torch.float64),
+        (9.0, 9.0),
+        extras={name: value[:, None] for name, value in extras.items()},
     )
-    c, _ = coefficients.grpo_guard(scored, summed=True)
-    element = kl_divergence(Normal(old, std), Normal(mean, std))[..., :2, :] * valid[:, :, None, :, None]
-    regulated = (0.3 * (0.1 + element.sum((-2, -1)))).exp()
-    played = rollouts.alive
-    torch.testing.assert_close(c[played], (0.3 * regulated * advantage)[played])
+    c, _ = coefficients.grpo_guard(scored)
+    torch.testing.assert_close(c, std[:, None, :, 0, 0].expand(c.shape))  # r' is 1 there, and c is std r' A
 
 
 @pytest.mark.checks("coefficient/grpo_guard")
@@ -164,7 +153,8 @@ def test_older_episodes_are_guarded_by_the_ratio_to_the_policy_that_acted():
     old = torch.zeros(1, 1, 1, 2, 1, dtype=torch.float64)
     logp = rollouts.logp_behaviour + 0.5
     rollouts = replace(rollouts, latents={"mean": old}, logp_proximal=logp.clone())
-    extras = {"mean": old + 0.2, "std": torch.full_like(old, 0.2)}
+    std = torch.full_like(old, 0.2)
+    extras = {"mean": old + 0.2, "std": std, "logp_precision": 1 / std.square() / 2}  # the mean over two elements
     scored = make_scored(rollouts, logp, torch.ones(1, 1, 1, dtype=torch.float64), (9.0, 9.0), extras=extras)
     c, stats = coefficients.grpo_guard(scored)
     assert float(c) == pytest.approx(0.2 * math.exp(0.2 * (0.5 + 0.5)))

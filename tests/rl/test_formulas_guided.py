@@ -137,6 +137,10 @@ def test_overlap_is_of_likely_tokens_or_by_the_distance_of_means():
     one, other = (Scores(mean[..., 0, 0], mean[..., 0, 0], {"mean": each, "std": std}) for each in (mean, far))
     agreement = distribution_overlap(one, other, torch.ones(1, 2, dtype=torch.bool))
     assert float(agreement) == pytest.approx(math.exp(-0.5 * 4 / 2))
+    one.extras["logp_precision"] = torch.tensor([0.0, 1.0, 1.0]).reshape(1, 1, 3, 1).expand(mean.shape)  # the last two
+    assert float(distribution_overlap(one, other, torch.ones(1, 2, dtype=torch.bool))) == pytest.approx(
+        math.exp(-0.5 * 900 / 2), abs=1e-9
+    )
 
 
 @pytest.mark.checks("advantage/teacher_gap")

@@ -95,6 +95,14 @@ def test_norms_of_scores_are_those_of_gradients_by_logits_and_by_means():
     torch.testing.assert_close(score_norm(scores, {"chain": chain}, executed).detach(), expected)
     with pytest.raises(ConfigError, match="reads 'mean'"):
         score_norm(Scores(density, density, {}), {"chain": chain}, executed)
+    # A chunk that begins with the second predicted step, its latents padded by an element.
+    density = Normal(mean, 0.4).log_prob(chain[:, 1:])[:, :, 1:3, :1].sum((2, 3))
+    precision = torch.zeros_like(mean.detach())
+    precision[:, :, 1:3, :1] = 1 / 0.4**2
+    scores = Scores(density, density, {"mean": mean, "std": std.double(), "logp_precision": precision})
+    (gradient,) = torch.autograd.grad(density.sum(), mean)
+    expected = gradient.square().sum((2, 3)) / 2
+    torch.testing.assert_close(score_norm(scores, {"chain": chain}, executed).detach(), expected)
 
 
 @pytest.mark.checks("rewards/within_budget", "PALU")

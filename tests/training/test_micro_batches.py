@@ -35,7 +35,7 @@ OTHERS = [
     {"coefficient": "min_pro"},
     {"coefficient": "hapo"},
     {"coefficient": "dcpo"},
-    {"coefficient": "grpo_guard", "options": {"grpo_guard": {"summed": True}}},
+    {"coefficient": "grpo_guard"},
     {"weight": "duration", "ratio_level": RatioLevel.EPISODE_MEAN},
     {"ratio_level": RatioLevel.DECISION_MEAN, "scored_steps": 1},
     {"auxiliaries": ("bc", "kl_base", "kl_convex")},

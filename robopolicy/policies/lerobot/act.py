@@ -125,7 +125,8 @@ class GaussianACT(LeRobotModule):
         elements.
 
         Optional latents: "executed" [N, C] bool restricts to the executed steps; "chosen" [N, k] int64, all 0; cached
-        image features replace the images while the backbone is frozen. extras: mean [N, 1, C, A] and std [1, 1, A].
+        image features replace the images while the backbone is frozen. extras: mean [N, 1, C, A], std [1, 1, A] and
+        logp_precision [N, 1, C, A], see `policies.likelihood.logp_precision`.
         Raises SpecError if actions or observation have wrong shapes.
         """
         recorded_actions, expected = latents["actions"], (self.spec.chunk, self.spec.action.size)
@@ -142,7 +143,10 @@ class GaussianACT(LeRobotModule):
         entropy = normal.entropy().mean().expand(logp.shape)
         if "chosen" in latents:
             logp, entropy = logp.gather(1, latents["chosen"]), entropy.gather(1, latents["chosen"])
-        return Scores(logp, entropy, {"mean": normal.mean[:, None], "std": normal.std[None, None]})
+        mask = latents.get("executed", torch.ones_like(recorded_actions[..., 0]))[..., None].expand(normal.mean.shape)
+        precision = mask / mask.sum((1, 2), keepdim=True).clamp_min(1) / normal.std.square()
+        extras = {"mean": normal.mean, "std": normal.std[None], "logp_precision": precision}
+        return Scores(logp, entropy, {name: value[:, None] for name, value in extras.items()})
 
     def describe_steps(self) -> dict[str, Any]:
         """Implement `core.steps.DescribesSteps.describe_steps`; the exploration std is not included."""

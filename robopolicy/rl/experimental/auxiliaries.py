@@ -370,10 +370,12 @@ def step_preferences(
     steps = inputs.latents["chain"].shape[1] - 1
     step = torch.randint(steps, (len(rows),), generator=draws, device=draws.device)
     observation = {key: _at(value, rows) for key, value in inputs.observation.items()}
-    chain = inputs.latents["chain"][rows]
-    one_step = {"chain": chain, "chosen": step[:, None]}
+    one_step = {name: inputs.latents[name][rows] for name in ("chain", "executed") if name in inputs.latents}
+    one_step["chosen"] = step[:, None]
     normal = scores_of(policy, observation, one_step)
     mean, spread = score_extra(normal, "mean")[:, 0], score_extra(normal, "std").detach()
+    # As in the policy's log-probabilities: what is predicted beyond the executed steps has no value.
+    executed_mask = (score_extra(normal, "logp_precision")[:, 0] > 0).to(mean.dtype).expand_as(mean)
     std = spread.expand(len(rows), *spread.shape[-3:])[:, 0].expand_as(mean)
     with torch.no_grad():
         reference = score_extra(scores_of(require_input(inputs.base, "base"), observation, one_step), "mean")[:, 0]
@@ -395,7 +397,8 @@ def step_preferences(
     def log_ratio(child: Tensor) -> Tensor:
         child_latents, variance = latents[child, place], 2 * std.square().clamp(min=1e-6)
         # log N(x; mean, std) - log N(x; reference, std): normalisers cancel, as the base has the policy's std.
-        return (((child_latents - reference).square() - (child_latents - mean).square()) / variance).mean((-2, -1))
+        terms = ((child_latents - reference).square() - (child_latents - mean).square()) / variance
+        return (executed_mask * terms).sum((-2, -1)) / executed_mask.sum((-2, -1)).clamp(min=1)
 
     loss = step_preference_loss(log_ratio(best), log_ratio(worst), beta, clip)
     return weight * torch.where(has_gap, loss, 0.0).sum() / has_gap.sum().clamp(min=1)
