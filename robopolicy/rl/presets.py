@@ -80,7 +80,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gigpo": {"advantage": "gigpo", "coefficient": "ppo", "weight": "step_mean"},
     "step_grpo": {"advantage": "step_groups", "coefficient": "ppo", "weight": "step_mean"},
     "grpo_guard": {"advantage": "grpo", "coefficient": "grpo_guard", "weight": "step_mean"},
-    "w_reinforce": {"advantage": "w_reinforce", "coefficient": "rec", "weight": "step_mean"},
+    "w_reinforce": {"advantage": "w_reinforce", "coefficient": "ppo", "weight": "step_mean"},
     "pacs": {"advantage": "dr_grpo", "coefficient": "pacs", "weight": "constant"},
     "reinforce_pp": {"advantage": "reinforce_pp", "coefficient": "ppo", "weight": "step_mean"},
     "mdpo": {"advantage": "gae", "coefficient": "mdpo", "weight": "step_mean"},

@@ -252,8 +252,8 @@ class FinetuneConfig(AlgorithmConfig):
     advantages come from their returns. Supported for token policies and algorithms that compare episodes.
     """
     proximal_policy: Literal["current", "behaviour", "average"] = "current"
-    """Centre of the clip range for chunks of older policies: current (before the update, AReaL), behaviour (the policy
-    that acted) or average (moving average, PPO-EWMA). coefficient=decoupled_ppo also
+    """What ratios of chunks of older policies are to, the centre of the clip range: current (before the update, AReaL),
+    behaviour (the policy that acted) or average (moving average, PPO-EWMA). coefficient=decoupled_ppo also
     weights by it.
     """
     proximal_decay: Fraction = 0.889

@@ -7,12 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_rollouts import make_rollouts
+from made_rollouts import make_rollouts, make_scored
 
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.segments import Segments
 from robopolicy.rl.advantages import group as group_advantages
 from robopolicy.rl.advantages import tree
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Slot, mechanisms
 
@@ -96,6 +98,16 @@ def test_signs_and_weights_of_w_reinforce():
     assert first(advantage_of("w_reinforce", rollouts)) == pytest.approx([0.1, -1.0])
     assert first(advantage_of("w_reinforce", rollouts, positive=0.0)) == [0.0, -1.0]
     assert first(advantage_of("w_reinforce", rollouts, positive=1.0, negative=0.0)) == [1.0, 0.0]
+
+
+@pytest.mark.checks("PSR/NSR")
+@pytest.mark.parametrize(("width", "expected"), [(0.2, 1.1), (0.05, 0.0)])
+def test_the_preset_of_w_reinforce_clips_at_the_width_that_is_set(width: float, expected: float):
+    rollouts = make_rollouts([1], [0], [1.0], steps=1)
+    ratio = torch.full((1, 1, 1), 1.1, dtype=torch.float64)
+    scored = make_scored(rollouts, rollouts.logp_behaviour + ratio.log(), torch.ones_like(ratio), clip=(width, width))
+    c, _ = build_algorithm(AlgorithmConfig(algorithm="w_reinforce")).coefficient(scored)
+    assert c.flatten().tolist() == pytest.approx([expected])
 
 
 def test_a_small_reward_is_not_drowned_by_a_large_one():

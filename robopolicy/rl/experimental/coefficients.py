@@ -61,6 +61,8 @@ def rec(
 ) -> Coefficients:
     """REINFORCE on off-policy data: c = w M A - proximity log r with a mask M of the ratio r instead of clipping.
 
+    r is to the proximal policy: with old data, proximal_policy=behaviour makes it the policy that acted.
+
     region: one_side drops steps that have already moved far enough (PPO's own mask); two_side drops everything outside
     [1 - low, 1 + high]; ring drops only the ring between, since it also keeps steps that moved far in the wrong
     direction, r <= 1 - far_low with A >= 0 and r >= 1 + far_high with A <= 0; none drops nothing. importance: w is the
