@@ -136,7 +136,8 @@ class UniformSampler(Beliefs):
 class MoppsSampler(Beliefs):
     """Thompson-sample every initial state's success rate from its Beta belief and take those nearest to `target`.
 
-    decay: weight of earlier results at the next visit, because the policy changes.
+    decay: weight of earlier results at the next visit, because the policy changes. The whole pool is compared; the
+    authors draw eight times as many candidates as are played.
     """
 
     def __init__(self, *, target: float = 0.5, decay: float = 0.5):

@@ -113,6 +113,11 @@ def test_dars_brings_hard_starts_to_the_signal_of_a_half():
     assert experimental.Dars(most=64).extend(np.zeros(1), np.array([8])) == [27]
     assert experimental.Dars(weighted=True, most=80).extend(np.zeros(1), np.array([8])) == [56]
     assert experimental.Dars(most=64).extend(np.array([0.4]), np.array([8])) == [1]  # (4 - 3.84) / .48 = .33
+    # For advantages divided by the deviation (grpo_use_std) S is 2 sqrt(a (1 - a)): (8 - 8 * .866) / .866 = 1.24 at 1/4
+    # and (8 - 8 * .4841) / .4841 = 8.5 at half a success; weighted (12 - 6.93) / .866 = 5.9 and 22.98.
+    rate, sizes = np.array([0.25, 0.0, 0.5]), np.full(3, 8)
+    assert experimental.Dars(divided=True).extend(rate, sizes) == [2, 9, 0]
+    assert experimental.Dars(divided=True, weighted=True).extend(rate, sizes) == [6, 23, 0]
 
 
 @pytest.mark.checks("allocator/uniform")

@@ -426,18 +426,22 @@ class ShadowPrice(Uniform):
 class Dars(Uniform):
     """Play once, then give initial states with a success rate a < 0.5 more episodes; rarer success gets more.
 
-    Equal schedule, S = 2 a (1 - a): dN = (N / 2 - N S) / S, rounded up and capped at `most` episodes in total;
-    hardness-weighted (weighted=true): dN = (2 (1 - a) N / 2 - N S) / S. Without any success a is 0.5 / N.
+    S: mean |A| of a group, 2 a (1 - a) for advantages that are not divided by a deviation (dr_grpo), or with
+    divided=true 2 sqrt(a (1 - a)) for those that are (grpo). Equal schedule: the sum N S is raised to that of N
+    episodes at a = 1/2, by dN = (N S(1/2) - N S) / S episodes, rounded up and capped at `most` in total;
+    hardness-weighted (weighted=true): dN = (2 (1 - a) N S(1/2) - N S) / S. Without any success a is 0.5 / N.
     """
 
-    def __init__(self, *, weighted: bool = False, most: int = 32):
-        self.weighted, self.most = weighted, most
+    def __init__(self, *, weighted: bool = False, divided: bool = False, most: int = 32):
+        self.weighted, self.divided = weighted, divided
+        self.most = most
 
     def extend(self, rate: Array, sizes: Array) -> list[int]:
         """Return the additional episodes [n], up to `most` in total."""
         rate = np.where(rate <= 1e-6, 0.5 / sizes, rate)
-        spread = np.maximum(2 * rate * (1 - rate), 1e-6)
-        target = (2 * (1 - rate) if self.weighted else 1.0) * sizes / 2
+        variance = np.maximum(rate * (1 - rate), 1e-6)
+        spread, peak = (2 * np.sqrt(variance), 1.0) if self.divided else (2 * variance, 0.5)
+        target = (2 * (1 - rate) if self.weighted else 1.0) * sizes * peak
         extra_episodes = np.where(rate < 0.5, (target - sizes * spread) / spread, 0.0)
         return np.clip(np.ceil(extra_episodes - 1e-9), 0, np.maximum(self.most - sizes, 0)).astype(int).tolist()
 

@@ -107,7 +107,8 @@ class PartialUpdates(Buffer):
 class SuccessPool:
     """Keep the newest successes of every initial state; a group without any gets one in the place of a random failure.
 
-    Before advantages are computed, so that such a group has some; a replay would come after them. The older row keeps
+    Before advantages are computed, so that such a group has some; a replay would come after them. It is a random one of
+    the `capacity` newest; DART's authors put the newest in the place of the oldest failure. The older row keeps
     the probabilities that it was chosen with: coefficient=decoupled_ppo with limit=1 weighs by them, as in DART.
     capacity: successes per initial state. Stored rows are part of checkpoints; they do not count in metrics of success,
     nor for the sampler. It comes first among models.

@@ -15,8 +15,8 @@ def resample_on_correct(rollouts: Rollouts, context: Context, *, keep: float = 0
     """Keep a fraction of every group: the cleanest successes and random failures, in their original proportion.
 
     Of N episodes with s successes n = round(keep N) are kept, and of these round(n s / N) are successes: at least one
-    success and one failure, if any. Play more episodes than needed (a larger group_size). Clean means short: the fewest
-    control steps. Returns keep [B] bool.
+    success and one failure, if any (the authors' script: two of each, of 16). Play more episodes than needed (a larger
+    group_size). Clean means short: the fewest control steps. Returns keep [B] bool.
     """
     success, groups = rollouts.row_success, Segments.of(rollouts.group)
     steps = rollouts.duration.sum(1).double()
