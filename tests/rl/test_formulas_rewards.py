@@ -216,6 +216,21 @@ def test_success_is_then_to_end_where_the_majority_ends():
     )
 
 
+@pytest.mark.checks("rewards/majority_label")
+def test_answers_agree_on_what_has_not_varied_and_get_its_unit_once_it_does():
+    """Nothing moves at first, and one field never does; then two of four objects end within a unit, then three."""
+    rollouts = make_rollouts([1] * 4, [0] * 4, [1.0, 0.0, 0.0, 0.0])
+    rollouts = rollouts.with_extras(start=torch.full(rollouts.shape, 7))
+    memory: dict = {}
+    for visit, ends in enumerate(([0.3] * 4, [0.3, 0.5, 0.51, 0.9], [0.3, 0.5, 0.51, 0.52])):
+        final = torch.tensor([[end, 5.0 + 1e-9 * place] for place, end in enumerate(ends)], dtype=torch.float64)
+        seen = replace(rollouts, next_observation={STATE: final[:, None, None]})
+        experimental_rewards.majority_label(seen, Context(torch.Generator(), iteration=visit, memory=memory))
+    assert [share for share, _ in memory["majority_label"]["visits"]["7"]] == [1.0, 0.5, 0.75]
+    answers = [answer for _, answer in memory["majority_label"]["visits"]["7"]]
+    assert answers[0] == [0, 0] and answers[1] == answers[2] != answers[0]
+
+
 @pytest.mark.checks("rewards/as_demonstrated", "PivotRL")
 def test_a_chunk_is_paid_where_it_leads_to_what_was_demonstrated():
     """Distances .1 .4 .6 and 2 to demonstrations of two initial states, 2 apart: a deviation of 1, one entry counts."""

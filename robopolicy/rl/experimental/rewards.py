@@ -192,17 +192,23 @@ def majority_label(
 ) -> Rollouts:
     """Where a start's success detector may err: success is to end as the majority of its episodes, once that holds.
 
-    A robot's answer is where an episode ends: final states, in units of their standard deviation in the first
-    iteration, rounded to multiples of `resolution`. After the fraction `after` of the run, an answer replaces the
-    detector of an initial state where its share rises over the visits by at least `slope` each (.025 in the paper for
-    small models), and it was the only most frequent answer of earlier visits. Success is then to end there; elsewhere
+    A robot's answer is where an episode ends: final states, as the difference to the mean of the first iteration in
+    units of its root mean square in the first iteration in which there is one, rounded to multiples of `resolution`.
+    After the fraction `after` of the run, an answer replaces the detector of an initial state where its share rises
+    over the visits by at least `slope` each (.025 in the paper for small models), and it was the only most frequent
+    answer of earlier visits. Success is then to end there; elsewhere
     it stays what the detector said. Of the other rewards only `keep` stays.
     """
     final = final_state(rollouts)
-    memory = context.memory.setdefault(
-        "majority_label", {"spread": [float(each) for each in final.std(0) + 1e-6], "visits": {}}
-    )
-    cells = (final / torch.tensor(memory["spread"], device=final.device) / resolution).round().long()
+    memory = context.memory.setdefault("majority_label", {"spread": [0.0] * final.shape[1], "visits": {}})
+    centre = torch.tensor(memory.setdefault("centre", [float(each) for each in final.mean(0)]), device=final.device)
+    spread = torch.tensor(memory["spread"], device=final.device)
+    # What has not varied so far has no unit: all answers agree on it.
+    spread = torch.where(spread > 0, spread, (final - centre).square().mean(0).sqrt())
+    spread = torch.where(spread > 1e-6, spread, 0.0)
+    memory["spread"] = [float(each) for each in spread]
+    units = torch.where(spread > 0, (final - centre) / spread.clamp(min=1e-6), 0.0)
+    cells = (units / resolution).round().long()
     success = rollouts.row_success
     for group in distinct(rollouts.group)[0]:
         members = (rollouts.group == group).nonzero().squeeze(1)
