@@ -28,6 +28,7 @@ def imitate_base(inputs: AuxiliaryInputs, *, weight: float = 0.05) -> Tensor:
     "experts",
     source="DynaWeb, arXiv:2601.22149; DAPG, arXiv:1709.10087",
     needs=(Need.EXPERTS, Need.WHOLE_MINIBATCHES),
+    gives=(Need.IMITATION,),
 )
 def imitate_experts(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tensor:
     """The policy's own regression loss on a batch of recorded expert data, one batch per actor step.

@@ -222,6 +222,7 @@ class Need(Enum):
         "likelihood=matching)"
     )
     EXPERTS = "recorded episodes of experts (experts=[DATASET])"
+    IMITATION = "a loss of imitation of experts (auxiliaries=[experts])"
     STEP_RATIOS = "a separate ratio for every step (ratio_level=step)"
     FIRST_ERRORS = "the first wrong decision of failed episodes (models=[q_ensemble,first_error])"
     BUDGETS = "episodes with budgets of time (allocator=budgets)"

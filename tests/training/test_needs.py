@@ -103,6 +103,8 @@ def alone(entry: Mechanism) -> FinetuneConfig:
         names["allocator"] = "budgets"
     if Need.DEMONSTRATED in entry.needs:
         names["allocator"] = "one_chunk"
+    if Need.IMITATION in entry.needs:
+        names["auxiliaries"] = ("experts",)
     if models:
         names["models"] = models
     needs_groups = bool(entry.needs & {Need.GROUPS, Need.WHOLE_GROUPS} or models == ("prime",))
@@ -386,6 +388,16 @@ def test_without_a_pool_nothing_is_believed_of_a_places_initial_state(starts: in
     rollouts = collector.collect(0)
     collector.observe(rollouts, algorithm.prepare(rollouts, Context(torch.Generator())))
     assert len(collector.sampler.counts) == (2 if starts else 0)
+
+
+@pytest.mark.checks("controllers/imitation_mix")
+def test_a_mix_with_imitation_needs_imitation():
+    """Else nine tenths of the loss would be missing at first."""
+    policy = token_policy(world := SeeingWorld(4))
+    policy.prepare_finetuning()
+    guidance = Guidance(experts=experts())
+    with pytest.raises(ConfigError, match=r"controllers=imitation_mix needs .*auxiliaries=\[experts\]"):
+        finetune(policy, None, world, replace(CONFIG, controllers=("imitation_mix",)), guidance=guidance)
 
 
 @pytest.mark.checks("allocator/knapsack")

@@ -11,7 +11,7 @@ from robopolicy.rl.controllers import Stateless
 from robopolicy.rl.registry import Need, Slot, mechanism
 
 
-@mechanism(Slot.CONTROLLER, "imitation_mix", source="DataMind, arXiv:2509.25084", needs=(Need.EXPERTS,))
+@mechanism(Slot.CONTROLLER, "imitation_mix", source="DataMind, arXiv:2509.25084", needs=(Need.EXPERTS, Need.IMITATION))
 class ImitationMix(Stateless):
     """Move from imitation of experts to RL: loss = g L_experts + (1 - g) L_RL, with g decreasing along a cosine.
 
