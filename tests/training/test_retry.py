@@ -124,7 +124,12 @@ def test_half_of_every_group_may_hear_more_and_all_are_scored_under_the_plain_wo
 @pytest.mark.parametrize(
     "changes",
     [
-        {"coefficient": "icpo", "rewards": ("helped_bonus",), "options": {"retry_wording": {"rate": 1.0, "count": 1}}},
+        {
+            "coefficient": "icpo",
+            "rewards": ("helped_bonus",),
+            "selection": ("helped_successes",),
+            "options": {"retry_wording": {"rate": 1.0, "count": 1, "together": True}},
+        },
         {"selection": ("plain_rows",), "options": {"retry_wording": {"together": True, "forget": False}}},
     ],
 )
