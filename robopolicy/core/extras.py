@@ -58,7 +58,7 @@ class Extras:
     rounding.
     """
     entropy: Tensor | None = None
-    """[B, T, K] entropy of every step under the behaviour policy, in nats. Added for Need.ENTROPY."""
+    """[B, T, K] entropy of every step under the policy before the update, in nats. Added for Need.ENTROPY."""
     blackout_logp: Tensor | None = None
     """[B, T, K] log-probability with patches of the images blacked out. Added for Need.BLACKOUT_SCORES."""
     contrast_logp: Tensor | None = None

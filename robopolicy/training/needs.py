@@ -83,7 +83,7 @@ class Provider:
 
 
 def add_entropy(rollouts: Rollouts, sources: Sources) -> Rollouts:
-    """Add the `entropy` [B, T, K] of every step under the acting policy."""
+    """Add the `entropy` [B, T, K] of every step under the policy before the update."""
     return rollouts.with_extras(entropy=recompute_log_probs(rollouts, sources.policy, sources.instructions)[1])
 
 
