@@ -207,6 +207,9 @@ def test_sizes_in_the_limit_are_in_proportion_to_the_deviation_of_outcomes():
     sizes = experimental.ShadowPrice(closed_form=True).plan(predicted, 8)
     assert sum(sizes) == 80
     assert [np.mean(sizes[:5]), np.mean(sizes[5:8]), np.mean(sizes[8:])] == pytest.approx([11.11, 6.67, 2.22], abs=0.4)
+    # What is raised to the least of 2 is taken from the others: 12 is what there is, without spread too.
+    for rates, expected in (([0.0, 1.0, 0.5], [2, 2, 8]), ([0.02, 0.5, 0.5], [2, 5, 5]), ([0.0, 1.0, 0.0], [4, 4, 4])):
+        assert experimental.ShadowPrice(closed_form=True).plan(np.array(rates), 4) == expected
 
 
 @pytest.mark.checks("allocator/shadow_price")

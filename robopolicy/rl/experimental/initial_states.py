@@ -391,7 +391,14 @@ class ShadowPrice(Uniform):
         budget, least = group_size * len(predicted), min(self.least, group_size)
         if self.closed_form:
             spread = np.sqrt(np.clip(predicted * (1 - predicted), 1e-9, None))
-            return np.maximum(largest_remainders(budget * spread / spread.sum(), budget), least).tolist()
+            raised = np.zeros(len(spread), bool)
+            while True:
+                # What the least takes beyond its share is missing in that of the others: the budget holds.
+                shares = np.where(raised, 0.0, spread)
+                exact = np.where(raised, least, (budget - least * raised.sum()) * shares / max(shares.sum(), 1e-12))
+                if not (exact < least - 1e-9).any():
+                    return largest_remainders(exact, budget).tolist()
+                raised |= exact < least - 1e-9
         arms = np.arange(least, max(round(self.most * group_size), group_size) + 1)
         if self.gains.shape[1] != len(arms):
             self.gains = np.zeros((len(self.edges) + 1, len(arms)))
