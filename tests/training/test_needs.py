@@ -426,7 +426,13 @@ def test_allocators_by_predicted_rates_need_initial_states_that_recur(name: str)
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("branch_by", "arpo"), ("branch_at", (2,)), ("overprovision", 0.5), ("allocator", "dars")],
+    [
+        ("branch_by", "arpo"),
+        ("branch_at", (2,)),
+        ("overprovision", 0.5),
+        ("allocator", "dars"),
+        ("num_initial_states", 64),
+    ],
 )
 def test_a_setting_of_whole_episodes_says_where_it_has_no_effect(setting, value):
     streams = replace(FinetuneConfig(), **{setting: value})

@@ -67,7 +67,9 @@ def note_idle_sampler(algorithm: Algorithm, config: FinetuneConfig) -> None:
         warnings.warn(f"sampler={name} has nothing to choose, since {reason}.", RobopolicyNote, stacklevel=3)
 
 
-EPISODES_ONLY = "branch_at", "branch_by", "branch_sampling_step", "max_idle_chunks", "overprovision"
+EPISODES_ONLY = (
+    "num_initial_states", "branch_at", "branch_by", "branch_sampling_step", "max_idle_chunks", "overprovision",
+)  # fmt: skip
 """Settings of the collection of whole episodes, which streams do not read."""
 
 
