@@ -35,6 +35,7 @@ from robopolicy.core.spec import require_fit
 from robopolicy.core.world import Snapshot, Snapshots, World, plain_snapshot
 from robopolicy.rl.branch_rules import BranchRule, forks, uncertainty
 from robopolicy.rl.collect import column, store_images, stored_images
+from robopolicy.rl.movement import StateSpread, changed_rows, newest_vectors
 
 
 @dataclass(frozen=True)
@@ -142,23 +143,6 @@ def allocate_branches_by_group(groups: Sequence[int], surprises: Sequence[float]
         for place, count in zip(members, counts, strict=True):
             branches[place] = count
     return branches
-
-
-def changed_rows(before: Mapping[str, Any], after: Mapping[str, Any], still: float = 1e-3) -> Array:
-    """Return the rows whose vector fields changed during a chunk, [B] bool, by more than `still` times their standard
-    deviation over the rows.
-
-    before, after: key -> [B, H, ...], of which the newest frames are compared; images are ignored. A stuck robot that
-    repeats its actions corresponds to repeated text of a language model.
-    """
-    changes: list[Tensor] = []
-    for key, old in before.items():
-        now = after.get(key)
-        if isinstance(old, Tensor) and isinstance(now, Tensor) and old.dtype.is_floating_point:
-            then, newest = old[:, -1].flatten(1), now[:, -1].flatten(1)
-            spread = then.std(0, unbiased=False).clamp(min=1e-6)
-            changes.append(((newest - then).abs() / spread > still).any(-1))
-    return np.asarray(torch.stack(changes).any(0).cpu(), dtype=np.bool_)
 
 
 @dataclass
@@ -280,7 +264,7 @@ class EpisodePlayer:
         self.spare: dict[int, list[Request]] = {}
         self.unplanned: set[int] = set()
         self.paths: dict[int, dict[int, Tensor]] = {}
-        self.visited: list[Tensor] = []
+        self.spread = StateSpread()
         self.scale = 0.0
 
     def _vacate(self) -> None:
@@ -324,6 +308,7 @@ class EpisodePlayer:
         so long. extras: `episode_return` [B, T].
         """
         self.states = None if grow is None else {}
+        self.spread = StateSpread()
         self.waiting.extend(self._roots(requests, groups, version))
         actor = PolicyActor(self.policy, generator, deterministic=deterministic, scored=True)
         self._play_waiting(actor, groups, version, label)
@@ -349,6 +334,9 @@ class EpisodePlayer:
                 step = next(steps_played)
                 self.returns += step.step.reward.sum(-1)
                 new_column = column(step, self.world.spec.instructions, generator.device, version)
+                if self.max_idle_chunks or (self.branching.rule and self.branching.rule.lookahead):
+                    running = [index for index, row in enumerate(self.rows) if row is not None]
+                    self.spread.add(new_column["observation"], running)
                 self._observe_uncertainty(step.info, generator)
                 ended_rows = (step.ended | self._stopped(new_column)) & ~self._dropped(new_column)
                 store_images(new_column, self.frames, ended_rows)
@@ -516,7 +504,6 @@ class EpisodePlayer:
         if groups is not None:
             raise ConfigError("branch_by=arpo, aepo and latr complete their groups: set overprovision=0.")
         self.scale, self.paths = 0.0, {}
-        self.visited = []
         members: dict[int, list[Request]] = {}
         for request in requests:
             members.setdefault(request.group, []).append(request)
@@ -576,22 +563,16 @@ class EpisodePlayer:
         rule, dropped = self.branching.rule, np.zeros(len(self.rows), dtype=bool)
         if rule is None or not rule.lookahead:
             return dropped
-        vectors = [
-            value[:, -1].flatten(1).cpu()
-            for value in column["observation"].values()
-            if isinstance(value, Tensor) and value.dtype.is_floating_point
-        ]
-        states = torch.cat(vectors, -1)
-        self.visited.append(states[[index for index, row in enumerate(self.rows) if row is not None]])
-        spread: Tensor | None = None
+        vectors = newest_vectors(column["observation"])
+        states = torch.cat(list(vectors.values()), -1).cpu()
+        values = self.spread.values()
+        spread = torch.cat([values[key] for key in vectors]).cpu()
         for index, row in enumerate(self.rows):
             if row is None:
                 continue
             self.paths.setdefault(row.number, {})[row.steps] = states[index]
             if row.parent < 0 or row.steps - row.branch_decision not in rule.lookahead:
                 continue
-            if spread is None:
-                spread = torch.cat(self.visited).std(0, unbiased=False).clamp(min=1e-6)
             path = self.paths[row.parent]
             difference = (states[index] - path[min(row.steps, max(path))]) / spread
             dropped[index] = float(difference.square().mean().sqrt()) < rule.alike
@@ -620,7 +601,9 @@ class EpisodePlayer:
     def _stopped(self, column: dict[str, Any]) -> Array:
         """Count chunks without movement, and truncate episodes [B] bool with too many in a row, or at their limit."""
         stopped_rows = np.zeros(len(self.rows), dtype=bool)
-        has_moved = changed_rows(column["observation"], column["next_observation"]) if self.max_idle_chunks else None
+        has_moved: Array | None = None
+        if self.max_idle_chunks:
+            has_moved = changed_rows(column["observation"], column["next_observation"], self.spread.values())
         for index, running in enumerate(self.rows):
             if running is not None and has_moved is not None:
                 running.still = 0 if has_moved[index] else running.still + 1

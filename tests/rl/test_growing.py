@@ -15,10 +15,10 @@ from robopolicy.rl.episodes import (
     EpisodePlayer,
     allocate_branches,
     allocate_branches_by_group,
-    changed_rows,
     groups_of,
     surprise,
 )
+from robopolicy.rl.movement import StateSpread, changed_rows
 from robopolicy.training.configuration import FinetuneConfig
 from sims.registry import make_world
 
@@ -104,6 +104,32 @@ class Road:
         pass
 
 
+class Trembling(Road):
+    """Whoever has stopped trembles a little."""
+
+    def observe(self):
+        return {STATE: (self.place + 5e-5 * (self.time % 2))[:, None, None].astype(np.float32)}
+
+
+@pytest.mark.checks("TreePO")
+def test_an_episode_alone_is_still_in_units_of_all_states_so_far():
+    """A single row has no spread, and any tremble would be a movement."""
+    world = Trembling(1)
+    player = EpisodePlayer(world, Drivers(world.spec), max_idle_chunks=3)
+    rollouts = player.play(groups_of([10, 21], 1), torch.Generator().manual_seed(0))
+    assert rollouts.alive.sum(1).tolist() == [8, 5]
+
+
+def test_the_spread_of_states_is_that_of_all_of_them_together():
+    states = 1e3 + torch.randn(7, 3, 2, 4, generator=torch.Generator().manual_seed(0))
+    spread = StateSpread()
+    rows = [[0, 1, 2], [1], [0, 2], [2], [0, 1], [0, 1, 2], [1]]
+    for each, some in zip(states, rows, strict=True):
+        spread.add({STATE: each, "task": ["a"] * 3}, some)
+    seen = torch.cat([each[some, -1] for each, some in zip(states, rows, strict=True)])
+    torch.testing.assert_close(spread.values()[STATE], seen.double().std(0, unbiased=False).float())
+
+
 class Drivers:
     """Those that start at an odd place drive for two decisions and stop for good; the others drive on."""
 
@@ -140,6 +166,6 @@ def test_an_episode_in_which_nothing_moves_any_more_is_stopped_early():
     assert torch.equal(played(3, rows=4).row_return, stopped.row_return)
     before = {STATE: torch.tensor([[[0.0]], [[2.0]]]), "task": ["a", "a"]}
     after = {STATE: torch.tensor([[[0.0005]], [[2.01]]])}
-    assert changed_rows(before, after).tolist() == [False, True]  # their spread is 1
+    assert changed_rows(before, after, {STATE: torch.ones(1)}).tolist() == [False, True]
     with pytest.raises(ConfigError, match="max_idle_chunks"):
         replace(FinetuneConfig(), max_idle_chunks=-1)
