@@ -90,6 +90,14 @@ def test_vppo_scales_episodes_by_their_mean_dependency_and_centres_the_scale():
     assert scale.min() == pytest.approx(0.8) and scale.mean() == pytest.approx(1.0)
     kept = np.array([[1, 0], [1, 0], [0, 1]])
     torch.testing.assert_close(advantages[:, 0], torch.tensor(kept * scale[:, None]), atol=1e-6, rtol=1e-6)
+    # An episode without scored steps has no dependency, which sets neither the scale's minimum nor its mean.
+    empty = make_rollouts([1, 1, 1, 1], [0, 0, 0, 0], steps=2)
+    empty = replace(empty, mask=empty.mask & (torch.arange(4) < 3)[:, None, None])
+    fourth = torch.cat([shift, torch.full((1, 1, 2), 9.0, dtype=torch.float64)])
+    empty = empty.with_extras(blackout_logp=empty.logp_behaviour + fourth, current_logp=empty.logp_behaviour)
+    others = experimental_credit.vppo(empty, torch.ones(4, 1, 2, dtype=torch.float64), CONTEXT, share=0.5, low=0.8)
+    torch.testing.assert_close(others[:3], advantages)
+    assert not others[3].any()
     alike = rollouts.with_extras(
         blackout_logp=rollouts.logp_behaviour + shift[:1], current_logp=rollouts.logp_behaviour
     )

@@ -187,8 +187,10 @@ def vppo(
     rank = order.argsort(dim=1)
     kept_mask = (rank < (share * steps).ceil()[:, None]).reshape(advantage.shape)
     mean = dependency.sum((1, 2)) / steps.clamp(min=1)
-    place = _among(mean, torch.ones_like(mean, dtype=torch.bool))
-    scale = low + (1 - low) * place / place.mean() if bool(place.any()) else torch.ones_like(place)
+    scored_rows = steps > 0  # the others have no dependency, not the smallest
+    place = _among(mean, scored_rows)
+    is_spread = bool((place > 0)[scored_rows].any())
+    scale = low + (1 - low) * place / place[scored_rows].mean() if is_spread else torch.ones_like(place)
     return torch.where(kept_mask & rollouts.mask, advantage, 0.0) * scale[:, None, None]
 
 
