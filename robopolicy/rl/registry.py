@@ -175,7 +175,7 @@ CALLED_WITH: dict[Slot, tuple[str, ...]] = {
 class Need(Enum):
     """Requirement of a mechanism."""
 
-    STARTS = "a pool of initial states that repeat (starts=N)"
+    STARTS = "a pool of initial states that repeat (num_initial_states=N)"
     GROUPS = "several complete episodes from the same initial state (a group advantage, group_size >= 2)"
     EPISODES = "rollouts of complete episodes"
     WHOLE_EPISODES = "minibatches of complete episodes"
@@ -221,7 +221,7 @@ class Need(Enum):
         "a policy that can compute log-probabilities of given actions (a token policy, or a denoising policy with "
         "likelihood=matching)"
     )
-    EXPERTS = "recorded episodes of experts (experts=[DATASET])"
+    EXPERTS = "recorded episodes of experts (expert_datasets=[DATASET])"
     IMITATION = "a loss of imitation of experts (auxiliaries=[experts])"
     STEP_RATIOS = "a separate ratio for every step (ratio_level=step)"
     FIRST_ERRORS = "the first wrong decision of failed episodes (models=[q_ensemble,first_error])"
@@ -233,7 +233,9 @@ class Need(Enum):
     CHANGES = "what every chunk changed in the observation (models=[changes])"
     BRANCHING_SCORES = "scores of action chunks by which episodes branch (models=[past_policy])"
     DEMONSTRATED = "the state of a demonstration after the first chunk (allocator=one_chunk)"
-    DEMONSTRATIONS = "demonstrated states as initial states (starts=N and a world with an expert and snapshots)"
+    DEMONSTRATIONS = (
+        "demonstrated states as initial states (num_initial_states=N and a world with an expert and snapshots)"
+    )
 
 
 @dataclass(frozen=True)

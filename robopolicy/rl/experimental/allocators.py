@@ -27,9 +27,9 @@ class Mixed(Uniform):
     """Give episodes one by one to the initial state whose chance of mixed outcomes grows most by one more.
 
     Every initial state gets one first, since the second is the first that can differ; `most`: maximum per initial
-    state. Predicted success rates come from the sampler, so initial states must recur (starts=N) or be seen
-    (sampler=value). Among equal gains the first is chosen. The paper also continues played episodes from their middle:
-    allocator=prefixes.
+    state. Predicted success rates come from the sampler, so initial states must recur (num_initial_states=N), or with
+    sampler=value come from a pool. Among equal gains the first is chosen. The paper also continues played episodes from
+    their middle: allocator=prefixes.
     """
 
     def __init__(self, *, most: int = 32):

@@ -3,8 +3,8 @@ demonstration.
 
 With a hint, the group of an initial state starts after a fraction of its demonstration (`Hints.depth`; 0: at the
 initial state itself), in a state that the expert visited. No expert action is scored, so no off-policy correction is
-needed. Success becomes reachable, and the fraction decreases as it does (reverse curriculum). starts=N makes initial
-states recur, so that statistics about them can accumulate.
+needed. Success becomes reachable, and the fraction decreases as it does (reverse curriculum). Initial states recur with
+num_initial_states=N, so that statistics about them can accumulate.
 """
 
 import math
@@ -362,7 +362,8 @@ class ShadowPrice(Uniform):
     - n), and is drawn to by p = (1 - explore) softmax(sharpness gain) + explore / arms: of the choices nearest to the
     budget the one with the largest sum of log p is played. price <- price + rate (mean size - n). The loss is 1 -
     success rate, chosen here. closed_form: the paper's limit instead, sizes in proportion to the standard deviation
-    sqrt(p (1 - p)) of outcomes. Predicted rates come from the sampler, so initial states must recur: starts=N.
+    sqrt(p (1 - p)) of outcomes. Predicted rates come from the sampler, so initial states must recur
+    (num_initial_states=N).
     """
 
     def __init__(
@@ -458,7 +459,8 @@ class Dart(Uniform):
     """Fewer and shorter episodes where the policy succeeds: n = max(least, round(N (1 - rate))) of N = group_size.
 
     An initial state's episodes are truncated `margin` chunks after the longest of its last `recent` successes, if there
-    are any. The authors' exact rules were not found; these are chosen here. Initial states must recur: starts=N.
+    are any. The authors' exact rules were not found; these are chosen here. Initial states must recur
+    (num_initial_states=N).
     """
 
     def __init__(self, *, least: int = 2, margin: int = 2, recent: int = 16):
