@@ -33,10 +33,10 @@ def siblings(scored: Scored, *, beta: float = 0.1, pairs: str = "outcome", smoot
     exactly with weight=constant and length=1.
     Deviations from TP-LLaMA: the paper takes one pair a fork of successful paths, here all are taken, and it imitates
     the paths first. pairs=values: instead the best and the worst sibling of each fork by the mean return of the
-    episodes below them. smooth: the label is uncertain by s = N_bad / (N_good + N_bad), at most 1/2, with N the
-    numbers of these episodes: -(1 - s) log sigmoid(m) - s log sigmoid(-m), so c = beta (sigmoid(-m) - s). MCTS-DPO:
-    both, with allocator=tree_search. Raises ConfigError for episodes that branch inside a policy call, and for unknown
-    pairs.
+    episodes below them. smooth: the label is uncertain by s = N_bad / (N_good + N_bad), at most 1/2, with N the numbers
+    of these episodes: -(1 - s) log sigmoid(m) - s log sigmoid(-m), so c = beta (sigmoid(-m) - s). A pair with equally
+    many prefers neither, so the search has to go on where it is promising. MCTS-DPO: both, with allocator=tree_search.
+    Raises ConfigError for episodes that branch inside a policy call, and for unknown pairs.
     """
     if pairs not in ("outcome", "values"):
         raise unknown_option("siblings.pairs", pairs, ("outcome", "values"))

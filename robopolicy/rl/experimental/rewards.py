@@ -112,6 +112,8 @@ def progress_under_prover(rollouts: Rollouts, context: Context, *, alpha: float 
     """Add alpha times the advantage of each chunk under a prover: the best of `tries` attempts of the policy.
 
     With success probabilities Q and V of the model q_ensemble (target=monte_carlo), the prover's are 1 - (1 - Q)^tries.
+    It is for advantages of single chunks (gae, step_groups), which count what is paid later, too; those of whole
+    episodes see the sum alone. The paper adds a step's own term to its Q.
     """
 
     def prover(value: torch.Tensor) -> torch.Tensor:
