@@ -59,7 +59,9 @@ def test_presets_improve_a_bandit(name: str):
     episodes = 36 if name == "gspo" else 0
     torch.manual_seed(0)
     critic = state_critic(FIELDS, 1, width=16)
-    config = replace(CONFIG, algorithm=name, minibatch_episodes=episodes)
+    # OPRL's rewards fade as the policy approaches what its model prefers, so it is slower.
+    iterations = 4 * CONFIG.iterations if name == "oprl" else CONFIG.iterations
+    config = replace(CONFIG, algorithm=name, minibatch_episodes=episodes, iterations=iterations)
     finetune(policy, critic, BanditWorld(64), config, seed=0)
     assert mean_reward(policy, True)["reward"] > before / 3
 
@@ -103,8 +105,8 @@ def small_policy(world, **changes):
     return policy
 
 
-NOTHING_WITHOUT_SUCCESS = {"spear", "pacs", "drpo", "digi_q"}
-"""No episode succeeds here: three are paid for nothing else, the last warms up for two iterations."""
+NOTHING_WITHOUT_SUCCESS = {"spear", "pacs", "prime", "drpo", "digi_q"}
+"""No episode succeeds here: four are paid for nothing else, the last warms up for two iterations."""
 
 
 @pytest.mark.long
