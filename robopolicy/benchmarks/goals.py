@@ -10,7 +10,7 @@ tolerances. Moments after which it moves by less than twice these are left out.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +50,8 @@ AHEAD, LIMIT = 25, 50
 MOVED = 2.0
 """Tolerances of the task by which what is pushed moves between start and goal in play, at least."""
 STARTS, TINY_STARTS = 64, 4
+LONGER = 10
+"""Factor on the steps of training of LeWM, whose transformers learn slowly."""
 MODEL = Changes(
     (
         "worldmodel.kind=latent_ensemble",
@@ -265,13 +267,15 @@ def ours(
     return lambda world, pictures: Ours(folder / "checkpoint", pictures, seed, place), minutes
 
 
-def theirs(config: Config, root: Path, task: str, seed: int) -> Making:
-    """Train LeWM on the recordings of our model."""
+def theirs(config: Config, root: Path, task: str, seed: int, *, times: int = 1) -> Making:
+    """Train LeWM on the recordings of our model; times: factor on the steps that take as long as training ours."""
     lewm.require_package()
     size = lewm.TINY if config.bench.tiny else lewm.Size()
+    size = replace(size, steps=times * size.steps)
     dataset = recorded(config, root, task, seed) / "dataset"
     episodes = read_dataset(dataset, cameras=(CAMERA,))
-    model, seconds = lewm.trained(episodes, CAMERA, size, seed, root / task / "lewm" / str(seed))
+    folder = root / task / ("lewm" if times == 1 else f"lewm_{times}_times") / str(seed)
+    model, seconds = lewm.trained(episodes, CAMERA, size, seed, folder)
     statistics = lewm.action_statistics(episodes)
 
     def make(world: World, pictures: np.ndarray) -> Plans:
@@ -291,6 +295,7 @@ ARMS: dict[str, tuple[str, Callable[[Config, Path, str, int], Making]]] = {
     "readout": ("`latent_ensemble`, places read off the pictures", partial(ours, reading=True)),
     "predicting": ("`latent_ensemble`, its encoder predicts", partial(ours, predicting=True)),
     "lewm": ("LeWM's own code", theirs),
+    "lewm_longer": (f"LeWM's own code, {LONGER} times the training", partial(theirs, times=LONGER)),
     "random": ("random actions", undecided),
 }
 """What bench.only names: as it is shown, and what prepares it."""
