@@ -21,6 +21,13 @@ def with_constants_kept(scale: Tensor) -> Tensor:
     return torch.where(scale < CONSTANT_SCALE, torch.ones_like(scale), scale)
 
 
+def in_deviations(values: Tensor, sample: Tensor) -> Tensor:
+    """Return values [..., D] as differences to the mean of a sample [N, D] in its standard deviations, by element;
+    those of elements that are constant in it are not divided, so that rounding errors stay small.
+    """
+    return (values - sample.mean(0)) / with_constants_kept(sample.std(0, correction=0))
+
+
 class Normalizer(nn.Module):
     """Maps x [..., *shape] to (x - offset) / scale per element, and back with `inverse`.
 

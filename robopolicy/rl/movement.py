@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.arrays import Array
+from robopolicy.nn.normalizer import with_constants_kept
 
 
 def changed_rows(
@@ -57,5 +58,5 @@ class StateSpread:
         self.count = total
 
     def values(self) -> dict[str, Tensor]:
-        """Return the deviations, at least 1e-6, key -> [D]."""
-        return {key: (value / self.count).sqrt().clamp(min=1e-6).float() for key, value in self.squares.items()}
+        """Return the deviations, 1 where no state has differed so far (rounding errors are no movement), key -> [D]."""
+        return {key: with_constants_kept((value / self.count).sqrt().float()) for key, value in self.squares.items()}

@@ -96,9 +96,10 @@ class Spear(Buffer):
 
     Episodes with positive advantage are stored, the best `capacity` of them, for `age` iterations. At each use their
     advantage is R minus the median of the recent groups' mean returns, divided by the standard deviation of the current
-    returns, unless these are all equal; those no longer positive are left out. Their weight grows along a cosine to
-    `weight` over the first `warmup` fraction of the run. In the paper nothing is divided, neither here nor for current
-    episodes, and old episodes are learned from after the current ones, not in the same minibatches.
+    returns, unless that is below a hundredth of the largest difference to the median; those no longer positive are left
+    out. Their weight grows along a cosine to `weight` over the first `warmup` fraction of the run. In the paper nothing
+    is divided, neither here nor for current episodes, and old episodes are learned from after the current ones, not in
+    the same minibatches.
     """
 
     def __init__(
@@ -120,9 +121,10 @@ class Spear(Buffer):
         if not past or not context.history:
             return rollouts
         # The median: one lucky group does not move what counts as usual by now.
-        middle, spread = median(context.history[-64:]), float(returns.std(unbiased=False)) + 1e-6
+        middle, spread = median(context.history[-64:]), float(returns.std(unbiased=False))
+        largest = max([0.0, *(float(part.row_return.max()) - middle for part in past if len(part.group))])
         # Where all succeed or all fail there is no scale, and no end to what a past success would count.
-        spread = spread if float(returns.max()) > float(returns.min()) else 1.0
+        spread = spread if spread > 0.01 * largest else 1.0
         older_parts: list[Rollouts] = []
         for part in past:
             advantage = (part.row_return - middle) / spread

@@ -339,6 +339,10 @@ def test_episodes_with_a_void_turn_are_dropped():
     rollouts = replace(rollouts, observation={STATE: wide}, next_observation={STATE: wide + shift})
     assert selection.drop_void(rollouts, CONTEXT, still=1e-2).tolist() == [[True], [False], [True]]
     assert selection.drop_void(rollouts, CONTEXT, still=1e-3).all()
+    # Rounding errors of what stays are no movement.
+    kept = torch.full((3, 2, 1, 3), 5.0)
+    rollouts = replace(rollouts, observation={STATE: kept}, next_observation={STATE: kept + 1e-6})
+    assert not selection.drop_void(rollouts, CONTEXT).any()
     with pytest.raises(ConfigError, match=r"void_turns.*vector fields"):
         selection.drop_void(replace(rollouts, observation={}, next_observation={}), CONTEXT)
 

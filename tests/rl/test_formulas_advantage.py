@@ -9,6 +9,7 @@ from made_rollouts import make_rollouts
 
 from robopolicy.core.errors import ConfigError, RobopolicyNote
 from robopolicy.core.spec import STATE
+from robopolicy.nn.normalizer import in_deviations
 from robopolicy.rl.advantages import gae, group, step, tree
 from robopolicy.rl.context import Context
 from robopolicy.rl.experimental import advantages as experimental_advantages
@@ -311,7 +312,7 @@ def test_salt_merges_equal_steps_and_leaves_the_others():
     # Second step: rows 0 and 2 do the same in the same state, row 1 does it elsewhere.
     taken = torch.tensor([[0.0, 5.0], [0.0, 5.0], [9.0, 5.0], [0.0, 5.0]])
     actions = taken[..., None, None].expand(4, 2, 2, 1).clone()
-    actions[1, 0] += 0.3  # within a quarter of the spread, which is 3.1: still the same action
+    actions[1, 0] += 0.1  # well within a quarter of the spread, which is 3.1: still the same action
     rollouts = replace(rollouts, actions=actions).with_extras(state_key=state)
     advantages = experimental_advantages.salt(rollouts, CONTEXT)
     episode = standardised([3.0, 1.0, -1.0])  # sqrt(3/2), 0, -sqrt(3/2)
@@ -324,9 +325,9 @@ def test_salt_merges_equal_steps_and_leaves_the_others():
 
 @pytest.mark.checks("advantage/gigpo", "advantage/hgpo", "advantage/salt")
 def test_continuous_states_are_compared_as_coarsely_as_it_takes_to_share_some():
-    """Eight episodes of one group in a plane."""
-    rollouts = make_rollouts([5] * 8, [0] * 8, list(range(8)), steps=1)
-    states = torch.randn(8, 5, 1, 2, generator=torch.Generator().manual_seed(0))
+    """Six episodes of one group in a plane."""
+    rollouts = make_rollouts([5] * 6, [0] * 6, list(range(6)), steps=1)
+    states = torch.randn(6, 5, 1, 2, generator=torch.Generator().manual_seed(0))
     rollouts = replace(rollouts, observation={STATE: states})
     keys = {size: step.state_keys(rollouts, size) for size in step.RESOLUTIONS}
     shares = [float(step._is_shared(each, rollouts)[:, 1:].float().mean()) for each in keys.values()]
@@ -334,8 +335,21 @@ def test_continuous_states_are_compared_as_coarsely_as_it_takes_to_share_some():
     chosen = next(each for each, share in zip(keys.values(), shares, strict=True) if share >= step.SHARED)
     assert torch.equal(step.state_keys(rollouts), chosen)
     # A state that only one episode visits, however often, is not shared.
-    own = replace(rollouts, observation={STATE: torch.arange(8.0)[:, None, None, None].expand(8, 5, 1, 1)})
+    own = replace(rollouts, observation={STATE: torch.arange(6.0)[:, None, None, None].expand(6, 5, 1, 1)})
     assert not step._is_shared(step.state_keys(own, 0.25), own).any()
+
+
+@pytest.mark.checks("advantage/gigpo", "advantage/hgpo", "advantage/salt")
+def test_rounding_errors_of_a_constant_field_make_no_other_states():
+    rollouts = make_rollouts([4, 4], [0, 0], steps=1)
+    states = torch.tensor([[0.0, 0.0, 1.0, 1.0]] * 2)[..., None, None].repeat(1, 1, 1, 2)
+    states[..., 1] = 5.0 + 5e-7 * torch.arange(8.0).reshape(2, 4, 1)
+    keys = step.state_keys(replace(rollouts, observation={STATE: states}), 0.25)
+    assert torch.equal(keys, torch.tensor([[0, 0, 1, 1]] * 2))
+    # A single decision has no deviation.
+    single = make_rollouts([1], [0], [1.0], steps=1)
+    assert not step.gigpo(single, CONTEXT).any()
+    assert torch.equal(in_deviations(torch.full((1, 2), 3.0), torch.full((1, 2), 3.0)), torch.zeros(1, 2))
 
 
 def test_states_that_nobody_shares_make_a_note():

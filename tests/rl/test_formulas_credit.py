@@ -72,6 +72,11 @@ def test_seed_grpo_shrinks_by_the_entropy_of_what_a_start_leads_to():
     # Clusters of 1, 2 and 1 of four: H = 2 (1/4) log 4 + (1/2) log 2 = 1.5 log 2 of at most log 4; then one of two.
     shrunk = 2 * (1 - 0.5 * 1.5 * math.log(2) / math.log(4))
     assert advantages.tolist() == pytest.approx([shrunk] * 4 + [2.0] * 2)
+    # Ends that differ by rounding errors alone are one cluster, and so is a single one.
+    alike = (5.0 + 5e-7 * torch.arange(6.0))[:, None, None, None].expand(6, 1, 1, 3)
+    rollouts = replace(rollouts, next_observation={STATE: alike})
+    assert experimental_credit.seed_grpo(rollouts, torch.ones(6, 1, 2), CONTEXT).tolist() == [[[1.0, 1.0]]] * 6
+    assert experimental_credit.seed_grpo(make_rollouts([1], [0]), torch.ones(1, 1, 2), CONTEXT).all()
 
 
 @pytest.mark.checks("credit/vppo")

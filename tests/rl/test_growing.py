@@ -130,6 +130,13 @@ def test_the_spread_of_states_is_that_of_all_of_them_together():
     torch.testing.assert_close(spread.values()[STATE], seen.double().std(0, unbiased=False).float())
 
 
+def test_rounding_errors_of_what_never_changed_are_no_movement():
+    spread, still = StateSpread(), {STATE: torch.full((2, 1, 3), 5.0)}
+    spread.add(still, [0, 1])
+    assert not changed_rows(still, {STATE: still[STATE] + 1e-6}, spread.values()).any()
+    assert changed_rows(still, {STATE: still[STATE] + 1e-2}, spread.values()).all()
+
+
 class Drivers:
     """Those that start at an odd place drive for two decisions and stop for good; the others drive on."""
 

@@ -88,6 +88,10 @@ def test_edge_transitions_are_those_that_lead_where_none_begins():
     after = torch.tensor([[1.0], [2.0], [3.0], [9.0]])
     over = torch.tensor([False, False, False, True])
     assert edge_of_reach(Transitions(state, state, state[:, 0], after, over)).tolist() == [False, False, True, False]
+    # Rounding errors of a constant element make no other state.
+    state, after = (torch.cat([each, torch.full_like(each, 5.0)], 1) for each in (state, after))
+    after[:, 1] += 1e-6
+    assert edge_of_reach(Transitions(state, state, state[:, 0], after, over)).tolist() == [False, False, True, False]
 
 
 def test_values_are_bounded_by_rewards():

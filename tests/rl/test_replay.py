@@ -62,6 +62,15 @@ def test_a_past_success_counts_no_more_than_its_return_where_all_outcomes_are_eq
 
 
 @pytest.mark.checks("replay/spear")
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_nearly_equal_dense_returns_are_no_scale(offset):
+    spear = Spear(warmup=0.0, weight=0.5, share=10.0)
+    spear.mix(batch([offset + 1.0, offset], seed=1), iteration(1))
+    mixed = spear.mix(batch([offset, offset + 1e-4], seed=2), iteration(2, history=(offset,)))
+    assert float(mixed.extras["advantage"][2, 0, 0]) == pytest.approx(0.5)
+
+
+@pytest.mark.checks("replay/spear")
 def test_what_is_no_longer_better_than_most_is_left_out_and_the_weight_grows():
     spear = Spear(warmup=0.5, weight=1.0, share=10.0)
     spear.mix(batch([1.0, 0.0], seed=1), iteration(0))

@@ -160,9 +160,20 @@ def test_roc_keeps_the_shortest_successes_and_the_proportion():
 @pytest.mark.checks("selection/roc")
 @pytest.mark.parametrize(
     ("successes", "failures", "kept_counts"),
-    [(1, 7, (1, 3)), (7, 1, (3, 1)), (6, 2, (3, 1)), (4, 4, (2, 2)), (0, 8, (0, 4)), (8, 0, (4, 0)), (1, 1, (1, 1))],
+    [
+        (1, 7, (1, 3)),
+        (7, 1, (3, 1)),
+        (6, 2, (2, 2)),
+        (2, 6, (2, 2)),
+        (4, 4, (2, 2)),
+        (0, 8, (0, 4)),
+        (8, 0, (4, 0)),
+        (12, 4, (6, 2)),
+        (1, 1, (1, 1)),
+        (2, 0, (2, 0)),
+    ],
 )
-def test_roc_keeps_as_many_episodes_as_asked_for_and_one_of_each_kind(
+def test_roc_keeps_as_many_episodes_as_asked_for_and_two_of_each_kind(
     successes: int, failures: int, kept_counts: tuple[int, int]
 ):
     size = successes + failures

@@ -13,6 +13,7 @@ from robopolicy.core.errors import RobopolicyNote
 from robopolicy.core.returns import discounted_sums
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments, distinct
+from robopolicy.nn.normalizer import in_deviations
 from robopolicy.rl.advantages.gae import standardise
 from robopolicy.rl.advantages.group import broadcast, dr_grpo, group_normalised, leave_one_out, outcomes
 from robopolicy.rl.advantages.tree import per_decision, sampled_steps
@@ -52,8 +53,8 @@ SHARED = 0.2
 def state_keys(rollouts: Rollouts, resolution: float | None = None, *, with_actions: bool = False) -> Tensor:
     """Compute a key for the state of every chunk, [B, T] int64: equal numbers for states that look alike.
 
-    Vector fields of the newest frame (and with_actions the actions of the chunk) are divided by their standard
-    deviation over the batch and rounded to multiples of `resolution`. None: the finest of RESOLUTIONS at which a
+    Vector fields of the newest frame (and with_actions the actions of the chunk) are measured in standard deviations
+    over the batch and rounded to multiples of `resolution`. None: the finest of RESOLUTIONS at which a
     fraction SHARED of the decisions after an episode's first has a key that another episode of its group has, too;
     continuous states are hardly ever equal. If there is none, a note says that the comparison of equal states has
     little effect. A collector may provide its own keys of states as extras["state_key"].
@@ -65,7 +66,7 @@ def state_keys(rollouts: Rollouts, resolution: float | None = None, *, with_acti
         if isinstance(value, Tensor) and value.dtype.is_floating_point and "state_key" not in rollouts.extras
     ]
     parts += [rollouts.actions.flatten(2)] if with_actions else []
-    vectors = [part / (part[rollouts.alive].std(0) + 1e-6) for part in parts]
+    vectors = [in_deviations(part, part[rollouts.alive]) for part in parts]
 
     def keys_at(size: float) -> Tensor:
         cells = [(vector / size).round().long() for vector in vectors]

@@ -10,6 +10,7 @@ from torch import Tensor
 from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments, distinct, quantile
+from robopolicy.nn.normalizer import in_deviations
 from robopolicy.rl.advantages.gae import standardise
 from robopolicy.rl.advantages.step import final_state
 from robopolicy.rl.context import Context
@@ -200,14 +201,14 @@ def seed_grpo(
 ) -> Tensor:
     """Reduce updates on initial states where the policy's outcomes are diverse: A (1 - alpha SE / SE_max).
 
-    SE is the entropy of a group over clusters of final states: vectors of the last chunk's next observation, divided by
-    their standard deviation over the batch and rounded to multiples of `resolution`. Clusters are weighted by their
+    SE is the entropy of a group over clusters of final states: vectors of the last chunk's next observation, in
+    standard deviations over the batch, rounded to multiples of `resolution`. Clusters are weighted by their
     number of episodes. The paper weights its semantic clusters by their likelihood under the policy; for densities of
     complete episodes a single episode would dominate. Of the paper's forms this is the linear one. Takes and returns A
     [B, T, K]; an episode's entries share one factor, never below 0.
     """
     final = final_state(rollouts)
-    cells = (final / (final.std(0) + 1e-6) / resolution).round().long()
+    cells = (in_deviations(final, final) / resolution).round().long()
     _, cluster = distinct(cells)
     groups = Segments.of(rollouts.group)
     members = Segments.of(rollouts.group, cluster)

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from robopolicy.core.rollouts import Rollouts, critic_observation
 from robopolicy.core.segments import Segments, quantile
+from robopolicy.nn.normalizer import with_constants_kept
 from robopolicy.rl.advantages.tree import owners, sampled_steps, subtree_means
 from robopolicy.rl.context import Context, Tools, require_input
 from robopolicy.rl.experimental.own_teacher import as_undisturbed
@@ -140,7 +141,7 @@ class TeacherChunks:
         peak_mask = surprising_chunks(rollouts, self.share)
         teacher, observation = require_input(self.tools.teacher, "teacher"), self.tools.observe(rollouts, peak_mask)
         actions, valid = rollouts.actions[peak_mask], rollouts.valid[peak_mask][..., None]
-        spread = rollouts.actions[rollouts.valid].std(0, unbiased=False).clamp(min=1e-6)
+        spread = with_constants_kept(rollouts.actions[rollouts.valid].std(0, unbiased=False))
         likeness: list[Tensor] = []
         for _ in range(self.samples):
             samples = teacher.act(observation, context.generator).actions[:, : actions.shape[1]]

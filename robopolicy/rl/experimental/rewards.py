@@ -15,6 +15,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.registry import is_dotted, load_dotted
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import distinct
+from robopolicy.nn.normalizer import CONSTANT_SCALE, with_constants_kept
 from robopolicy.rl.advantages.step import final_state
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
@@ -207,10 +208,9 @@ def majority_label(
     spread = torch.tensor(memory["spread"], device=final.device)
     # What has not varied so far has no unit: all answers agree on it.
     spread = torch.where(spread > 0, spread, (final - centre).square().mean(0).sqrt())
-    spread = torch.where(spread > 1e-6, spread, 0.0)
+    spread = torch.where(spread < CONSTANT_SCALE, 0.0, spread)
     memory["spread"] = [float(each) for each in spread]
-    units = torch.where(spread > 0, (final - centre) / spread.clamp(min=1e-6), 0.0)
-    cells = (units / resolution).round().long()
+    cells = ((final - centre) / with_constants_kept(spread) / resolution).round().long()
     success = rollouts.row_success
     for group in distinct(rollouts.group)[0]:
         members = (rollouts.group == group).nonzero().squeeze(1)

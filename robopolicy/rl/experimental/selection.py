@@ -6,6 +6,7 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments, distinct
+from robopolicy.nn.normalizer import in_deviations, with_constants_kept
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -14,9 +15,9 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 def resample_on_correct(rollouts: Rollouts, context: Context, *, keep: float = 0.5) -> Tensor:
     """Keep a fraction of every group: the cleanest successes and random failures, in their original proportion.
 
-    Of N episodes with s successes n = round(keep N) are kept, and of these round(n s / N) are successes: at least one
-    success and one failure, if any (the authors' script: two of each, of 16). Play more episodes than needed (a larger
-    group_size). Clean means short: the fewest control steps. Returns keep [B] bool.
+    Of N episodes with s successes n = round(keep N) are kept, and of these round(n s / N) are successes, but at least
+    two successes and two failures, as far as there are (as in the authors' script, where n is 16). Play more episodes
+    than needed (a larger group_size, at least 8). Clean means short: the fewest control steps. Returns keep [B] bool.
     """
     success, groups = rollouts.row_success, Segments.of(rollouts.group)
     steps = rollouts.duration.sum(1).double()
@@ -27,10 +28,10 @@ def resample_on_correct(rollouts: Rollouts, context: Context, *, keep: float = 0
     place = kinds.rank(order)
     size = groups.size().double()
     successes = groups.sum(success.double())
-    has_success, has_failure = successes.clamp(max=1), (size - successes).clamp(max=1)
-    kept_size = (keep * size).round().maximum(has_success + has_failure)
-    kept_successes = (kept_size * successes / size.clamp(min=1)).round().maximum(has_success)
-    kept_successes = kept_successes.minimum(kept_size - has_failure)
+    least_successes, least_failures = successes.clamp(max=2), (size - successes).clamp(max=2)
+    kept_size = (keep * size).round().maximum(least_successes + least_failures)
+    kept_successes = (kept_size * successes / size.clamp(min=1)).round().maximum(least_successes)
+    kept_successes = kept_successes.minimum(kept_size - least_failures)
     target_size = torch.where(success, kept_successes[groups.index], (kept_size - kept_successes)[groups.index])
     return place < target_size
 
@@ -74,7 +75,7 @@ def episode_distances(rollouts: Rollouts) -> Tensor:
             "selection=[distinct_pairs] compares vector fields, and this policy reads none: leave it out."
         )
     states = torch.cat(vectors, -1)
-    states = states / (states[rollouts.alive].std(0, unbiased=False) + 1e-6)
+    states = in_deviations(states, states[rollouts.alive])
     length = rollouts.alive.sum(1)
     time = torch.arange(states.shape[1], device=states.device)
     states = states.gather(1, torch.minimum(time, length[:, None] - 1)[..., None].expand(states.shape))
@@ -125,7 +126,7 @@ def drop_void(rollouts: Rollouts, context: Context, *, still: float = 1e-3) -> T
         following = rollouts.next_observation.get(key)
         if isinstance(before, Tensor) and isinstance(following, Tensor) and before.dtype.is_floating_point:
             newest, after = before[:, :, -1].flatten(2), following[:, :, -1].flatten(2)
-            spread = newest[rollouts.alive].std(0, unbiased=False).clamp(min=1e-6)
+            spread = with_constants_kept(newest[rollouts.alive].std(0, unbiased=False))
             has_moved, fields = has_moved | ((after - newest).abs() / spread > still).any(-1), fields + 1
     if not fields:
         raise ConfigError(

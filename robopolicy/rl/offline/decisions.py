@@ -25,6 +25,7 @@ from robopolicy.core.returns import returns_to_go
 from robopolicy.core.segments import distinct
 from robopolicy.core.spec import TASK
 from robopolicy.core.transitions import Transitions
+from robopolicy.nn.normalizer import in_deviations
 from robopolicy.rl.offline.interface import Interface
 
 ROWS = 4096
@@ -174,8 +175,9 @@ def edge_of_reach(batch: Transitions, resolution: float = 0.25) -> Tensor:
     States are discretised to `resolution` standard deviations. Source: the edge-of-reach problem, Sims et al. 2024,
     arXiv:2402.12527. There it is a state first reachable at the last imagined step; here states are counted.
     """
-    scale = batch.state.std(0, correction=0).clamp_min(1e-6) * resolution
-    start_cells, end_cells = ((value / scale).round().long() for value in (batch.state, batch.next_state))
+    start_cells, end_cells = (
+        (in_deviations(value, batch.state) / resolution).round().long() for value in (batch.state, batch.next_state)
+    )
     cells, inverse = distinct(torch.cat([start_cells, end_cells]))
     is_start = torch.zeros(len(cells), dtype=torch.bool, device=inverse.device)
     is_start[inverse[: len(start_cells)]] = True
