@@ -92,8 +92,8 @@ class Algorithm:
             advantage=torch.where(scored_mask, advantage, 0.0), **episode_sizes(scored_mask)
         )
         # Rows leave last: their returns have counted in the baselines.
-        stays = torch.ones_like(leaves) if bool(leaves.all()) else ~leaves
-        stays = stays if keep is None else stays & keep
+        stays = torch.ones_like(leaves) if keep is None else keep
+        stays = stays & ~leaves if bool((stays & ~leaves).any()) else stays
         return rollouts if bool(stays.all()) else rollouts.take(stays.nonzero().squeeze(-1))
 
 

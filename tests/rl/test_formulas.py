@@ -371,6 +371,11 @@ def test_an_episode_with_a_void_turn_leaves_the_update_and_not_the_baseline():
     config = AlgorithmConfig("dpo", advantage="best_and_worst", selection=("void_turns",))
     prepared = build_algorithm(config).prepare(worst, CONTEXT)
     assert prepared.row_return.tolist() == [1.0, 0.0], "where rows are compared, the worst that stays is in the pair"
+    # The advantage keeps the best and the worst of three, and both have a void turn.
+    three = replace(make_rollouts([2] * 3, [0] * 3, [1.0, 0.5, 0.0], steps=1), next_observation={STATE: after[:3]})
+    three.next_observation[STATE][[0, 2]] = three.observation[STATE][[0, 2]]
+    pair = build_algorithm(AlgorithmConfig("grpo", advantage="best_and_worst", selection=("void_turns",)))
+    assert pair.prepare(three, CONTEXT).row_return.tolist() == [1.0, 0.0], "something is left to learn from"
 
 
 @pytest.mark.checks("auxiliaries/spo")
