@@ -231,6 +231,18 @@ def test_answers_agree_on_what_has_not_varied_and_get_its_unit_once_it_does():
     assert answers[0] == [0, 0] and answers[1] == answers[2] != answers[0]
 
 
+@pytest.mark.checks("rewards/majority_label")
+def test_a_run_of_an_earlier_version_keeps_the_answers_that_it_has():
+    """It had units, of 1e-6 where nothing varied, and measured from 0: 6.2 units of .5 are cell 6."""
+    rollouts = make_rollouts([1] * 2, [0] * 2, [1.0, 0.0])
+    rollouts = rollouts.with_extras(start=torch.full(rollouts.shape, 7))
+    final = torch.tensor([[3.1, 5.0], [3.2, 5.0]])
+    seen = replace(rollouts, next_observation={STATE: final[:, None, None]})
+    memory: dict = {"majority_label": {"spread": [0.5, float(torch.tensor(0.0) + 1e-6)], "visits": {}}}
+    experimental_rewards.majority_label(seen, Context(torch.Generator(), memory=memory))
+    assert memory["majority_label"]["visits"]["7"] == [[1.0, [6, 0]]]
+
+
 @pytest.mark.checks("rewards/as_demonstrated", "PivotRL")
 def test_a_chunk_is_paid_where_it_leads_to_what_was_demonstrated():
     """Distances .1 .4 .6 and 2 to demonstrations of two initial states, 2 apart: a deviation of 1, one entry counts."""

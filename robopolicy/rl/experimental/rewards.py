@@ -199,13 +199,15 @@ def majority_label(
     units of its root mean square in the first iteration in which there is one, rounded to multiples of `resolution`.
     After the fraction `after` of the run, an answer replaces the detector of an initial state where its share rises
     over the visits by at least `slope` each (.025 in the paper for small models), and it was the only most frequent
-    answer of earlier visits. Success is then to end there; elsewhere
-    it stays what the detector said. Of the other rewards only `keep` stays.
+    answer of earlier visits. Success is then to end there; elsewhere it stays what the detector said. Of the other
+    rewards only `keep` stays.
     """
     final = final_state(rollouts)
     memory = context.memory.setdefault("majority_label", {"spread": [0.0] * final.shape[1], "visits": {}})
-    centre = torch.tensor(memory.setdefault("centre", [float(each) for each in final.mean(0)]), device=final.device)
     spread = torch.tensor(memory["spread"], device=final.device)
+    # Runs of earlier versions, which kept no centre, measured what varied from 0: their answers stay what they are.
+    first_centre = torch.where(spread > 1e-6, 0.0, final.mean(0)).tolist()
+    centre = torch.tensor(memory.setdefault("centre", first_centre), device=final.device)
     # What has not varied so far has no unit: all answers agree on it.
     spread = torch.where(spread > 0, spread, (final - centre).square().mean(0).sqrt())
     spread = torch.where(spread < CONSTANT_SCALE, 0.0, spread)
