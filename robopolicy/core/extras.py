@@ -72,7 +72,9 @@ class Extras:
     CONTRAST_SCORES and, with old rows, SEQUENCE_RATIOS.
     """
     score_norm: Tensor | None = None
-    """[B, T, K] squared norm of the log-probability's gradient by the step's logits or means. Added with it."""
+    """[B, T, K] squared norm of the log-probability's gradient by the step's logits or means. Added for
+    Need.CURRENT_SCORES.
+    """
     teacher_overlap: Tensor | None = None
     """[B, T, K] in 0..1, agreement of the policy's and the teacher's distributions. Added for Need.TEACHER_OVERLAP."""
     outcome: Tensor | None = None

@@ -33,6 +33,7 @@ from robopolicy.rl.advantages.gae import chunk_rewards, finished_returns, gae, n
 from robopolicy.rl.context import latents_for_other_policy
 from robopolicy.rl.critic import Critic, ReturnScale
 from robopolicy.rl.objective import effective_sample_size
+from robopolicy.rl.registry import Need
 
 READ_AT_ONCE = 256
 """Maximum number of observations encoded at once."""
@@ -260,9 +261,9 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     return metrics
 
 
-def learning_metrics(prepared: Rollouts) -> dict[str, float]:
+def learning_metrics(prepared: Rollouts, needs: frozenset[Need]) -> dict[str, float]:
     """Return learning metrics: fraction of rows with an advantage, reward terms per policy call, accuracy of the side
-    models.
+    models, effective sample size where old rows were scored again. needs: of the algorithm.
     """
     # Groups whose episodes all end alike have an advantage of 0 everywhere and teach nothing.
     signal = (prepared.extras["advantage"].abs().amax((1, 2)) > 1e-6).float().mean()
@@ -270,7 +271,9 @@ def learning_metrics(prepared: Rollouts) -> dict[str, float]:
     decisions = max(1, int(prepared.alive.sum()))
     if len(prepared.rewards) > 1:
         metrics |= {f"reward_{name}": float(reward.sum()) / decisions for name, reward in prepared.rewards.items()}
-    current = prepared.extras.current_logp if prepared.logp_proximal is None else prepared.logp_proximal
+    current = prepared.logp_proximal
+    if current is None and Need.SEQUENCE_RATIOS in needs:  # else replayed rows have those of their own iteration
+        current = prepared.extras.current_logp
     if current is not None:
         # log of pi_now / pi_behaviour, summed over a sequence below.
         log_ratios = torch.where(prepared.mask, current - prepared.logp_behaviour, 0.0).flatten(1)

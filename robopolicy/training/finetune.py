@@ -312,7 +312,7 @@ class _Finetuning:
             overlaps = self.config.overlap_update
             collected_rollouts, rollouts = self._learn_on_arrival() if overlaps else self._collect()
             collect_end = time.perf_counter()
-            learning = learning_metrics(rollouts)
+            learning = learning_metrics(rollouts, self.algorithm.needs)
             # Before the update: a controller sees the last update's figures and this iteration's data.
             for controller in self.controllers.values():
                 self.learner.knobs.update(controller.step({**self.learner.stats, **learning}, self._context))

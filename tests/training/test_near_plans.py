@@ -24,11 +24,12 @@ from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import EpisodePlayer, groups_of
 from robopolicy.rl.experimental.replay import ReMix
+from robopolicy.rl.registry import Need
 from robopolicy.rl.weights import episode_sizes
 from robopolicy.training.acting import TeacherSchedule
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.experience import decisions_at, recompute_log_probs, with_executed
+from robopolicy.training.experience import decisions_at, learning_metrics, recompute_log_probs, with_executed
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import ExpertMixer, Guidance, expert_rollouts
 from robopolicy.training.update import Learner, PolicyAverage
@@ -183,6 +184,15 @@ def test_vcpo_sees_old_data_whatever_the_clip_is_around(proximal: str, tmp_path:
     sizes = [row.get("sequence_ess", 1.0) for row in RunFolder(tmp_path).metrics()[1:]]
     assert sizes[0] == 1.0 and all(0 < size < 0.99 for size in sizes[1:])
     assert not same(scaled, tuned(stale))
+
+
+def test_what_a_mechanism_compares_with_is_no_effective_sample_size():
+    """Replayed rows of instruction_contrast have the scores of the iteration in which they were played."""
+    rollouts = make_rollouts([1, 1], [0, 0])
+    current = rollouts.logp_behaviour + torch.tensor([0.0, 1.0])[:, None, None]
+    rollouts = rollouts.with_extras(advantage=torch.ones(rollouts.mask.shape), current_logp=current)
+    assert "sequence_ess" not in learning_metrics(rollouts, frozenset({Need.CONTRAST_SCORES}))
+    assert 0 < learning_metrics(rollouts, frozenset({Need.SEQUENCE_RATIOS}))["sequence_ess"] < 0.9
 
 
 class Pointing:
