@@ -206,7 +206,7 @@ def majority_label(
     memory = context.memory.setdefault("majority_label", {"spread": [0.0] * final.shape[1], "visits": {}})
     spread = torch.tensor(memory["spread"], device=final.device)
     # Runs of earlier versions, which kept no centre, measured what varied from 0: their answers stay what they are.
-    first_centre = torch.where(spread > 1e-6, 0.0, final.mean(0)).tolist()
+    first_centre = [float(each) for each in torch.where(spread < CONSTANT_SCALE, final.mean(0), 0.0)]
     centre = torch.tensor(memory.setdefault("centre", first_centre), device=final.device)
     # What has not varied so far has no unit: all answers agree on it.
     spread = torch.where(spread > 0, spread, (final - centre).square().mean(0).sqrt())
