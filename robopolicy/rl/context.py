@@ -147,6 +147,15 @@ class SideModel(Protocol):
 
 
 @runtime_checkable
+class HoldsWeights(Protocol):
+    """A side model that changes the policy's weights after every step of its optimiser."""
+
+    def hold_weights(self) -> None:
+        """Set weights back that must not change."""
+        ...
+
+
+@runtime_checkable
 class ActionValues(Protocol):
     """A side model that predicts action values, as promised by Need.VALUES."""
 

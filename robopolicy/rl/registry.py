@@ -193,6 +193,9 @@ class Need(Enum):
     MATCHING = "log-probabilities computed by denoising the action itself (a denoising policy with likelihood=matching)"
     CRITIC = "a critic"
     IMAGES = "camera images in the observation"
+    VECTORS = (
+        "vector fields in the world's observation (with images alone choose another sampler, such as sampler=vade)"
+    )
     INSTRUCTIONS = "a world with several instructions"
     PARAPHRASES = "a world whose instructions contain several wordings of a goal (world.options.phrasing=all)"
     WORDINGS = "a world with another wording of an instruction (world.options.phrasing=all, in tasks with paraphrases)"

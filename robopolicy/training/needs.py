@@ -26,6 +26,7 @@ from robopolicy.core.policy import (
 from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import HELPED_GROUPS, Rollouts
 from robopolicy.core.segments import Segments
+from robopolicy.core.spec import IMAGE_PREFIX, TASK
 from robopolicy.core.world import World
 from robopolicy.nn.micro_batches import rows_at_once, scores_of
 from robopolicy.rl.algorithm import Algorithm
@@ -265,6 +266,8 @@ def satisfied_needs(
         have |= {Need.PARAPHRASES, Need.WORDINGS}
     if policy.spec.cameras:
         have.add(Need.IMAGES)
+    if any(key != TASK and not key.startswith(IMAGE_PREFIX) for key in world.spec.observation):
+        have.add(Need.VECTORS)
     all_of_it = frozenset(have) | guidance.gives(policy)
     return all_of_it | derivable_needs(all_of_it)
 

@@ -42,7 +42,7 @@ from robopolicy.nn.precision import backward_precision
 from robopolicy.nn.sharing import copy_trainable, load_trainable_state, trainable_state
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.coefficients import clip_schedule
-from robopolicy.rl.context import AuxiliaryInputs, Context, Scored, SideModel, score_extra
+from robopolicy.rl.context import AuxiliaryInputs, Context, HoldsWeights, Scored, SideModel, score_extra
 from robopolicy.rl.critic import Critic
 from robopolicy.rl.objective import (
     approximate_kl,
@@ -327,6 +327,9 @@ class Learner:
         rate = config.learning_rate * min(1.0, self.steps / config.actor_warmup) * self.knobs.get("lr_scale", 1.0)
         set_learning_rate(self.optimiser, rate)
         self.optimiser.step()
+        for model in self.models.values():
+            if isinstance(model, HoldsWeights):
+                model.hold_weights()
         if self.average is not None:
             self.average.update(self.policy)
         return norm.detach()

@@ -177,6 +177,22 @@ def test_distilling_gaussian_steps_is_their_kl_too():
     torch.testing.assert_close(loss, 0.5 * divergence[MASK].mean())
 
 
+@pytest.mark.checks("auxiliaries/distill")
+def test_distilling_gaussian_steps_leaves_out_elements_that_were_not_executed():
+    """The first chunk ended after three of its four steps, and nothing of the other's third action was used."""
+    mean, told, std = random(2, 3, 4, 2).requires_grad_(), random(2, 3, 4, 2, seed=1), torch.ones(2, 3, 1, 1)
+    precision = torch.ones(2, 3, 4, 2)
+    precision[0, :, 3], precision[1, :, 2] = 0.0, 0.0
+    scores = Scores(std[..., 0, 0], std[..., 0, 0], {"mean": mean, "std": std, "logp_precision": precision})
+    teacher = Toy(Scores(std[..., 0, 0], std[..., 0, 0], {"mean": told}))
+    loss = experimental_auxiliaries.distill(inputs_of(scores=scores, teacher=teacher))
+    squares = 0.5 * (mean - told).square()
+    divergence = torch.stack([squares[0][:, [0, 1, 2]], squares[1][:, [0, 1, 3]]]).mean((-2, -1))
+    torch.testing.assert_close(loss, divergence[MASK].mean())
+    (gradient,) = torch.autograd.grad(loss, mean)
+    assert not gradient[precision == 0].any()
+
+
 @pytest.mark.checks("auxiliaries/distill", "BRTS")
 def test_episodes_of_the_teacher_are_distilled_by_the_forward_kl_with_a_weight_of_their_own():
     student, teacher = random(2, 3, 5).log_softmax(-1), random(2, 3, 5, seed=1).log_softmax(-1)

@@ -13,7 +13,7 @@ from torch import nn
 from robopolicy.core.checkpoints import write_checkpoint
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.segments import Segments
-from robopolicy.rl.context import Context
+from robopolicy.rl.context import Context, HoldsWeights
 from robopolicy.rl.experimental import diagnostics
 
 
@@ -72,6 +72,8 @@ def test_the_share_that_moved_is_logged_and_the_rest_stays_bit_equal(tmp_path: P
     optimiser = torch.optim.AdamW(policy.parameters(), lr=0.1, weight_decay=0.5)
     policy.layer.square().sum().backward()
     optimiser.step()
+    assert isinstance(model, HoldsWeights)
+    model.hold_weights()
     here = context()
     model.annotate(make_rollouts([1], [0]), here)
     assert policy.layer[:2].tolist() == first[:2] and bool((policy.layer[2:] < 0.95).all())

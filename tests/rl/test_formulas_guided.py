@@ -83,7 +83,7 @@ def test_what_only_tokens_have_is_refused_for_gaussian_steps():
     mean, std = torch.zeros(1, 1, 2, 2), torch.ones(1, 1, 1, 1)
     for form, top, clip in (("jsd", 0, None), ("reverse", 3, None), ("forward", 0, 0.1)):
         with pytest.raises(ConfigError, match="steps are Gaussian"):
-            distillation.squared_distance(mean, mean, std, form, top, clip)
+            distillation.squared_distance({"mean": mean, "std": std}, mean, form, top, clip)
     with pytest.raises(ConfigError, match=r"distill.divergence=forwards.*Did you mean 'forward'"):
         distillation.divergence(S, T, "forwards")
 

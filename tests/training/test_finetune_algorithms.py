@@ -1,11 +1,13 @@
 """Every preset trains a real denoising policy in a real world without an error, and improves a bandit."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
 
+from robopolicy.core.checkpoints import write_checkpoint
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.run import RunFolder
 from robopolicy.data.record import record
@@ -103,6 +105,26 @@ def small_policy(world, **changes):
     policy = DenoisingPolicy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions)
     policy.prepare_finetuning(2)
     return policy
+
+
+@pytest.mark.checks("models/subnetwork", "RL-subnetworks")
+def test_weights_outside_a_subnetwork_stay_equal_after_the_last_update_with_weight_decay(tmp_path):
+    """The other run moved one tensor; the decay of a step here is 1 %."""
+    policy = ChainPolicy()
+    write_checkpoint(tmp_path / "base", {"kind": "weights"}, policy)
+    first = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
+    other, excluded = copy.deepcopy(policy), [name for name, weight in first.items() if weight.any()][1:]
+    moved = next(name for name, weight in first.items() if weight.any())
+    with torch.no_grad():
+        other.get_parameter(moved).add_(1.0)
+    write_checkpoint(tmp_path / "checkpoint", {"kind": "weights"}, other)
+    options = {"subnetwork": {"run": str(tmp_path)}}
+    config = replace(
+        CONFIG, algorithm="grpo", iterations=1, epochs=2, weight_decay=2.0, models=("subnetwork",), options=options
+    )
+    finetune(policy, None, BanditWorld(16), config, seed=0)
+    assert not torch.equal(policy.get_parameter(moved), first[moved])
+    assert excluded and all(torch.equal(policy.get_parameter(name), first[name]) for name in excluded)
 
 
 NOTHING_WITHOUT_SUCCESS = {"spear", "pacs", "prime", "drpo", "digi_q"}

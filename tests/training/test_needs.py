@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bandit_toys import ACTION, FIELDS
-from seeing_toys import INSTRUCTIONS, SeeingWorld, denoising_policy, token_policy
+from seeing_toys import CAMERA, INSTRUCTIONS, SeeingWorld, denoising_policy, token_policy
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, RobopolicyNote
@@ -111,6 +111,21 @@ def alone(entry: Mechanism) -> FinetuneConfig:
     chooses = entry.slot in (Slot.SAMPLER, Slot.ALLOCATOR, Slot.HINT) or "allocator" in names
     starts = 4 if chooses or Need.STARTS in entry.needs else 0
     return replace(CONFIG, num_initial_states=starts, group_size=2 if needs_groups else 1, **names)
+
+
+@pytest.mark.checks("sampler/value")
+def test_a_sampler_that_reads_vectors_is_refused_where_there_are_images_alone():
+    class ImagesAlone(SeeingWorld):
+        def observe(self) -> dict:
+            return {key: value for key, value in super().observe().items() if key != STATE}
+
+    world = ImagesAlone(4)
+    world.spec = replace(world.spec, observation={CAMERA: world.spec.observation[CAMERA]})
+    policy = token_policy(world, cameras=True)
+    policy.prepare_finetuning()
+    config = replace(CONFIG, sampler="value", num_initial_states=8)
+    with pytest.raises(ConfigError, match=r"sampler=value needs vector fields .* choose another sampler"):
+        finetune(policy, None, world, config)
 
 
 @pytest.mark.long

@@ -117,8 +117,9 @@ def distill(
         disagreement = distillation.divergence(student, teacher, "reverse", 0)
         entropy = -(student.exp() * student).sum(-1) / math.log(student.shape[-1])
     elif "mean" in student_extras and "mean" in teacher_extras:
-        means, std = (student_extras["mean"], teacher_extras["mean"]), student_extras["std"]
-        distance = on_taught = distillation.squared_distance(*means, std, divergence, top, clip_element)
+        distance = on_taught = distillation.squared_distance(
+            student_extras, teacher_extras["mean"], divergence, top, clip_element
+        )
         disagreement, entropy = distance, torch.zeros_like(distance)
     else:
         raise ConfigError(

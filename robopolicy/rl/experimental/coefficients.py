@@ -42,7 +42,10 @@ def masked_fraction(chosen: Tensor, mask: Tensor) -> Tensor:
 
 @mechanism(Slot.COEFFICIENT, "cispo", source="MiniMax-M1, arXiv:2506.13585")
 def cispo(scored: Scored, *, low: float = 1.0, high: float = 0.28) -> Coefficients:
-    """REINFORCE weighted by the clipped ratio: c = clip(r, 1 - low, 1 + high) A; every step keeps its gradient."""
+    """REINFORCE weighted by the clipped ratio: c = clip(r, 1 - low, 1 + high) A; every step keeps its gradient.
+
+    r is to the proximal policy: with old data, proximal_policy=behaviour makes it the policy that acted.
+    """
     return scored.ratio.clamp(1 - low, 1 + high) * scored.advantage, {}
 
 
@@ -94,8 +97,9 @@ def rec(
 def opmd(scored: Scored, *, tau: float = 1.0) -> Coefficients:
     """Online mirror descent without importance weights: c = (A - tau (log pi - log pi_old)) / (1 + tau).
 
-    The gradient of -A logp + tau/2 (log pi - log pi_old)^2, scaled to the size of REINFORCE's. The authors' A is that
-    of advantage=dr_grpo, without a deviation.
+    The gradient of -A logp + tau/2 (log pi - log pi_old)^2, scaled to the size of REINFORCE's. pi_old is the proximal
+    policy: with old data, proximal_policy=behaviour makes it the policy that acted. The authors' A is that of
+    advantage=dr_grpo, without a deviation.
     """
     return (scored.advantage - tau * scored.log_ratio) / (1 + tau), {}
 
@@ -265,7 +269,9 @@ def dpo(scored: Scored, *, beta: float = 0.1) -> Coefficients:
 
     c of the better is beta sigmoid(-margin), of the worse minus that. The reference is the policy before the iteration.
     Log-ratios of steps are cut as everywhere (LOG_RATIO_CLAMP), and where a step's log-probability is the mean over its
-    elements (logp_reduction=mean, the default of denoising policies) beta counts an element's: sum is DPO proper.
+    elements (logp_reduction=mean, the default of denoising policies) beta counts an element's: sum is DPO proper. As
+    with pacs, weight=constant with length=1 is the mean over episodes; the preset divides it by the padded number of
+    steps, too.
     """
     log_ratio, pairs = episode_log_ratio(scored), preferred(scored)
     margin = beta * (log_ratio[:, None] - log_ratio[None])
@@ -285,7 +291,8 @@ def sppo(scored: Scored, *, eta: float = 1.0) -> Coefficients:
     c = 2 (eta (P - 1/2) - log-ratio); ties count half. The authors' win rate is over all K episodes of a group, the
     episode itself counting half, so that P - 1/2 is (K - 1) / K of ours, and their code learns from the best and the
     worst of them alone, here all do. Where a step's log-probability is the mean over its elements
-    (logp_reduction=mean), eta counts an element's, as beta does in dpo.
+    (logp_reduction=mean), eta counts an element's, as beta does in dpo. As with pacs, weight=constant with length=1 is
+    the mean over episodes; the preset divides it by the padded number of steps, too.
     """
     returns, group = scored.rollouts.row_return, scored.rollouts.group
     same_group = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)

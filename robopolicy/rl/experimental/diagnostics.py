@@ -32,7 +32,7 @@ class Subnetwork:
 
     Figures: moved, the share with a change above `threshold`; moved_bf16, the share that differs in bfloat16. run: the
     folder of a fine-tuning run from the same base, with base/ and checkpoint/: gradients of weights that did not move
-    there are 0, and such weights are set back to the base before every update (weight decay moves them too). The paper
+    there are 0, and such weights are set back to the base after every step (weight decay moves them too). The paper
     finds 5 to 30 % moved; Adam at the rates used here moves nearly all. Raises ConfigError if the run's folder has no
     weight of this policy.
     """
@@ -59,10 +59,14 @@ class Subnetwork:
             )
 
     @torch.no_grad()
-    def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Set excluded weights back, and log the shares."""
+    def hold_weights(self) -> None:
+        """Set excluded weights back to the base."""
         for weight, base, mask in self.masks:
             weight.copy_(torch.where(mask, weight, base))
+
+    @torch.no_grad()
+    def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
+        """Log the shares."""
         total = sum(weight.numel() for weight, _ in self.weights)
         moved_count = sum(int(((weight - base).abs() > self.threshold).sum()) for weight, base in self.weights)
         coarse = sum(int((weight.bfloat16() != base.bfloat16()).sum()) for weight, base in self.weights)

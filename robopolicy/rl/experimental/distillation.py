@@ -1,5 +1,6 @@
 """Experimental distillation: divergences, and coefficients, advantages and credit by a teacher."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -81,17 +82,20 @@ def _with_rest(logp: Tensor, places: Tensor) -> Tensor:
     return torch.cat([logp.gather(-1, places), rest], -1)
 
 
-def squared_distance(mean: Tensor, teacher: Tensor, std: Tensor, form: str, top: int, clip: float | None) -> Tensor:
-    """Return the KL of Gaussian steps of equal spread, averaged over elements, [n, k] from means [n, k, P, A].
+def squared_distance(student: Mapping[str, Tensor], teacher: Tensor, form: str, top: int, clip: float | None) -> Tensor:
+    """Return the KL of Gaussian steps of equal spread, averaged over the elements of their log-probability, [n, k].
 
-    It is the same in both directions. Raises ConfigError for what only tokens have.
+    student: extras of its scores, "mean" [n, k, P, A], "std" and, unless all elements count, "logp_precision" [n, k, P,
+    A]; teacher: its means. The KL is the same in both directions. Raises ConfigError for what only tokens have.
     """
     if form == "jsd" or top or clip is not None:
         raise ConfigError(
             "options.distill: divergence=jsd, top and clip_element compare probabilities of tokens, and this policy's "
             "steps are Gaussian: restore their defaults."
         )
-    return ((mean - teacher).square() / (2 * std.detach().square().clamp(min=1e-6))).mean((-2, -1))
+    terms = (student["mean"] - teacher).square() / (2 * student["std"].detach().square().clamp(min=1e-6))
+    counts = (student.get("logp_precision", torch.ones_like(terms)) > 0).to(terms.dtype)
+    return (counts * terms).sum((-2, -1)) / counts.sum((-2, -1)).clamp(min=1)
 
 
 def capped_ratio(inputs: AuxiliaryInputs, cap: float | None) -> Tensor:

@@ -104,6 +104,6 @@ def distill_own(
         name = "log_probabilities"
         distance = distillation.divergence(extras[name], other[name], divergence, top)
     else:
-        distance = distillation.squared_distance(extras["mean"], other["mean"], extras["std"], divergence, top, None)
+        distance = distillation.squared_distance(extras, other["mean"], divergence, top, None)
     distance = distillation.capped_ratio(inputs, ratio_cap) * distance
     return weight * (inputs.step_weights * torch.where(inputs.mask, distance, 0.0)).sum()

@@ -11,7 +11,7 @@ from torch.nn import functional
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 from robopolicy.rl.in_context_value import load_value_model
-from robopolicy.rl.registry import Slot, mechanism, unknown_option
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 STEPS, WIDTH = 300, 32
 """Training steps and units of the network, which is fitted afresh to the results of recent rounds."""
@@ -44,7 +44,7 @@ def network_rates(known: Array, successes: Array, episodes: Array, wanted: Array
         return network(points)[:, 0].double().numpy()
 
 
-@mechanism(Slot.SAMPLER, "value", source="PCL, arXiv:2510.01135; V0, arXiv:2602.03584")
+@mechanism(Slot.SAMPLER, "value", source="PCL, arXiv:2510.01135; V0, arXiv:2602.03584", needs=(Need.VECTORS,))
 class ValueSampler:
     """Look at several times as many initial states as are needed, and play those whose predicted success is nearest to
     `target`.
