@@ -62,10 +62,11 @@ class Algorithm:
     def prepare(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Select rows, add `advantage` [B, T, K] to the extras, and drop rows that the advantage excludes.
 
-        A selection returns keep [B] bool, or [B, 1]: then the other rows leave after the advantage, unless all would or
-        the loss compares rows, so that their returns count in baselines. An advantage mechanism returns A [B, T] or
-        [B, T, K], optionally with keep [B] bool (rows to learn from) or keep [B, T, K] (steps with a gradient). Other
-        steps are `pruned` in the extras. In branching episodes, shared chunks get the mean of their advantages.
+        A selection returns keep [B] bool, or [B, 1]: then the returns of the other rows count in baselines, as they
+        leave after the advantage (before it if the loss compares rows, not at all if none would be left). An advantage
+        mechanism returns A [B, T] or [B, T, K], optionally with keep [B] bool (rows to learn from) or keep [B, T, K]
+        (steps with a gradient). Other steps are `pruned` in the extras. In branching episodes, shared chunks get the
+        mean of their advantages.
         """
         leaves = torch.zeros_like(rollouts.group, dtype=torch.bool)
         for choice in self.selection:

@@ -114,8 +114,9 @@ class Aepo(EveryGroup):
 
     size * sigmoid(beta (first - mean of later levels)) roots, measured on the first episode of the group; split where
     (draw + slope * rise) (1 - penalty * in_a_row) >= threshold, which is likelier the more the uncertainty has risen
-    since the first chunk. The roots are those of the paper's text. The splits are those of public copies of the
-    authors' code, which add entropies of tokens up (see `Arpo`) and never reset the number of splits, one per group.
+    since the first chunk. The roots are those of the paper's text, the splits those of public copies of the authors'
+    code; but entropies are means over tokens (see `Arpo`), and in_a_row counts for each episode and begins anew after a
+    chunk without a split, where theirs counts all splits of a group.
     """
 
     beta: float = 1.0

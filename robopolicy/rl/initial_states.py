@@ -351,10 +351,10 @@ class Knapsack(Uniform):
 
     Predicted rates come from the sampler, so initial states must recur (num_initial_states=N). least, most: bounds of
     group sizes. Rates are means of Beta beliefs, never 0 or 1, and a new initial state counts as one half. surplus: as
-    in the authors' code, rates are those observed: new initial states get the usual size, those that always succeeded
-    or never did the minimum, and the others log(1 - confidence) / log(max(p, 1 - p)) episodes more, on average, of
-    which both outcomes are seen with that probability. What is then left goes to those that never succeeded, or if
-    there are none to those that are not among the others; above `most` it is not played.
+    in the authors' code, rates are those observed. New initial states get the usual size, those that always succeeded
+    or never did the least. The others share, beyond the least, n = log(1 - confidence) / log(max(p, 1 - p)) episodes
+    each: among n both outcomes occur with about this probability. The rest of the budget goes to those that never
+    succeeded or, if there are none, to those that always did and new ones; what exceeds `most` is not played.
     """
 
     def __init__(self, *, least: int = 2, most: int = 32, surplus: bool = False, confidence: float = 0.9):

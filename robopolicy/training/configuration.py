@@ -252,9 +252,9 @@ class FinetuneConfig(AlgorithmConfig):
     advantages come from their returns. Supported for token policies and algorithms that compare episodes.
     """
     proximal_policy: Literal["current", "behaviour", "average"] = "current"
-    """What ratios of chunks of older policies are to, the centre of the clip range: current (before the update, AReaL),
-    behaviour (the policy that acted) or average (moving average, PPO-EWMA). coefficient=decoupled_ppo also
-    weights by it.
+    """Policy in the denominator of ratios of older chunks, the centre of the clip range: current (before the update,
+    AReaL), behaviour (the one that acted) or average (moving average, PPO-EWMA). coefficient=decoupled_ppo also weights
+    by it.
     """
     proximal_decay: Fraction = 0.889
     """EMA decay of the proximal policy per update; its centre of mass lies decay / (1 - decay) updates back."""

@@ -195,8 +195,9 @@ def majority_label(
 ) -> Rollouts:
     """Where a start's success detector may err: success is to end as the majority of its episodes, once that holds.
 
-    A robot's answer is where an episode ends: final states, as the difference to the mean of the first iteration in
-    units of its root mean square in the first iteration in which there is one, rounded to multiples of `resolution`.
+    A robot's answer is where an episode ends: final states, as differences to their mean in the first iteration,
+    divided by the root mean square of an element's differences in the first iteration in which it varies, and rounded
+    to multiples of `resolution`.
     After the fraction `after` of the run, an answer replaces the detector of an initial state where its share rises
     over the visits by at least `slope` each (.025 in the paper for small models), and it was the only most frequent
     answer of earlier visits. Success is then to end there; elsewhere it stays what the detector said. Of the other

@@ -67,11 +67,8 @@ class Shared:
 
     def _write(self, rollouts: Rollouts, iteration: int) -> None:
         """Write the groups with different outcomes, and delete own ones that are too old."""
-        own_rows = (
-            rollouts.take(mixed_groups(rollouts, rollouts.row_return).nonzero().squeeze(1))
-            .without(following=True)
-            .compact()
-        )
+        has_mixed_outcomes = mixed_groups(rollouts, rollouts.row_return)
+        own_rows = rollouts.take(has_mixed_outcomes.nonzero().squeeze(1)).without(following=True).compact()
         if len(own_rows.group):
             tree = replace(own_rows, logp_proximal=None).to("cpu").tree()
             write_folder_atomic(

@@ -80,17 +80,17 @@ def note_idle_settings(algorithm: Algorithm, config: FinetuneConfig) -> None:
     note_idle_sampler(algorithm, config)
     if algorithm.needs & WHOLE:
         return
-    default = FinetuneConfig()
-    allocator = algorithm.resolved.slots[Slot.ALLOCATOR][0].entry.name
-    settings = {name: (getattr(config, name), getattr(default, name)) for name in EPISODES_ONLY}
-    for name, (value, usual) in {"allocator": (allocator, "uniform"), **settings}.items():
-        if value != usual:
-            warnings.warn(
-                f"{name}={value} has no effect, since this algorithm learns from streams and not from whole episodes: "
-                "choose one that compares groups, such as algorithm=grpo.",
-                RobopolicyNote,
-                stacklevel=3,
-            )
+    allocator, default = algorithm.resolved.slots[Slot.ALLOCATOR][0].entry.name, FinetuneConfig()
+    idle = {name: getattr(config, name) for name in EPISODES_ONLY if getattr(config, name) != getattr(default, name)}
+    if allocator != "uniform":
+        idle["allocator"] = allocator
+    for name, value in idle.items():
+        warnings.warn(
+            f"{name}={value} has no effect, since this algorithm learns from streams and not from whole episodes: "
+            "choose one that compares groups, such as algorithm=grpo.",
+            RobopolicyNote,
+            stacklevel=3,
+        )
 
 
 def make_collector(
