@@ -68,10 +68,11 @@ class Scored:
 
     logp: under the current policy; log_ratio: current to proximal, reduced to the configured level and clamped;
     clamped: mask of clamped entries; staleness: log(proximal / behaviour), per step; advantage; mask; clip_low,
-    clip_high: widths around 1 (broadcastable); chosen: index of each step in its chunk; rollouts: the minibatch itself,
-    [b, t], without its next observations; knobs: values set by controllers, by name; share: fraction of the run
-    completed; extra: name -> an extra of the policy's scores (or "entropy"), [b, t, K, ...], 0 outside `mask`, raises
-    ConfigError if the policy provides none; limit: bound at which log-ratios are clamped; generator: for random draws.
+    clip_high: widths around 1 (broadcastable; if the coefficient does not read them, a note says that settings of the
+    clip range have no effect); chosen: index of each step in its chunk; rollouts: the minibatch itself, [b, t], without
+    its next observations; knobs: values set by controllers, by name; share: fraction of the run completed; extra: name
+    -> an extra of the policy's scores (or "entropy"), [b, t, K, ...], 0 outside `mask`, raises ConfigError if the
+    policy provides none; limit: bound at which log-ratios are clamped; generator: for random draws.
     """
 
     logp: Tensor

@@ -42,7 +42,7 @@ from robopolicy.nn.precision import backward_precision
 from robopolicy.nn.sharing import copy_trainable, load_trainable_state, trainable_state
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.coefficients import clip_schedule
-from robopolicy.rl.context import AuxiliaryInputs, Context, HoldsWeights, Scored, SideModel, score_extra
+from robopolicy.rl.context import AuxiliaryInputs, Coefficients, Context, HoldsWeights, Scored, SideModel, score_extra
 from robopolicy.rl.critic import Critic
 from robopolicy.rl.objective import (
     approximate_kl,
@@ -53,7 +53,7 @@ from robopolicy.rl.objective import (
     policy_loss,
     value_loss,
 )
-from robopolicy.rl.registry import Need
+from robopolicy.rl.registry import Need, Slot
 from robopolicy.training.configuration import LOG_RATIO_CLAMP, FinetuneConfig
 from robopolicy.training.experience import decisions_at, reads_images, with_proximal
 
@@ -98,6 +98,23 @@ def random_steps(algorithm: Algorithm, config: FinetuneConfig) -> int:
     return 0
 
 
+CLIP_SETTINGS = "clip", "clip_base", "clip_high", "clip_rate"
+"""Settings of the clip range."""
+
+
+def watch_clip(coefficient: Callable[[Scored], Coefficients], scored: Scored) -> tuple[Coefficients, bool]:
+    """Return the coefficients, and whether they read the clip widths of `scored`, whatever their options."""
+    was_read = False
+
+    class Watched(Scored):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal was_read
+            was_read = was_read or name in ("clip_low", "clip_high")
+            return super().__getattribute__(name)
+
+    return coefficient(Watched(**vars(scored))), was_read
+
+
 class Learner:
     """Policy, critic (or None) and their optimisers."""
 
@@ -137,6 +154,9 @@ class Learner:
         widths = clip_schedule(self.sampling_steps, base_width, config.clip, config.clip_rate).to(device)
         self.clip_low = widths
         self.clip_high = widths if config.clip_high is None else widths * (config.clip_high / config.clip)
+        usual = FinetuneConfig()
+        settings = {name: getattr(config, name) for name in CLIP_SETTINGS}
+        self.own_clip = {name: value for name, value in settings.items() if value != getattr(usual, name)}
         self.steps = 0
         self.knobs: dict[str, float] = {}
         self.stats: dict[str, float] = {}
@@ -298,7 +318,7 @@ class Learner:
                 if float(stats["kl"]) > 2 * config.target_kl:
                     self._take_back()
                 return stats, True
-        coefficient, extra = self.algorithm.coefficient(scored_batch)
+        coefficient, extra = self._coefficient(scored_batch)
         coefficient = coefficient * self._scale("rl")
         weight = self.algorithm.weight(scored_batch.mask, batch)
         inputs = self._inputs((observation, latents, scores), own, part, scored_batch, context)
@@ -356,7 +376,7 @@ class Learner:
             logp = torch.zeros(step.shape, device=alive.device).masked_scatter(alive[..., None], scores.logp)
             scored_batch = self._score(batch, logp.detach(), step, scores, part_of(len(scores.logp)), context.share)
             require_finite("the log-probability", torch.where(scored_batch.mask, scored_batch.logp, 0.0), where)
-            coefficient, _ = self.algorithm.coefficient(scored_batch)
+            coefficient, _ = self._coefficient(scored_batch)
             weight, total = self.algorithm.weight(scored_batch.mask, batch), total_weight(scored_batch.mask, batch)
             loss = policy_loss(logp, coefficient * self._scale("rl"), weight * total)
             with backward_precision(self.config.precision):
@@ -476,6 +496,23 @@ class Learner:
             extra=extra,
             limit=limit,
         )
+
+    def _coefficient(self, scored: Scored) -> Coefficients:
+        """Return the coefficients; with the first ones, note settings of the clip range that they do not read."""
+        if not self.own_clip:
+            return self.algorithm.coefficient(scored)
+        coefficients, is_read = watch_clip(self.algorithm.coefficient, scored)
+        if not is_read:
+            name = self.algorithm.resolved.slots[Slot.COEFFICIENT][0].entry.name
+            settings = ", ".join(f"{setting}={value}" for setting, value in self.own_clip.items())
+            warnings.warn(
+                f"{settings}: no effect on the policy, since coefficient={name} clips by its own options or not at all "
+                f"(robopolicy algorithms {name}).",
+                RobopolicyNote,
+                stacklevel=2,
+            )
+        self.own_clip = {}
+        return coefficients
 
     def _diagnose(self, scored: Scored) -> dict[str, Tensor]:
         # A random choice stands for all noisy steps; those without noise do not differ.

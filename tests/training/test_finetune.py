@@ -2,6 +2,7 @@
 # pyright: reportArgumentType=false
 # (Toys have the parts of a policy that the trainer reads.)
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -281,6 +282,50 @@ def test_all_steps_are_scored_where_they_count_together(changes):
     every, _ = _tune(config)
     for name, weight in every.state_dict().items():
         assert torch.equal(weight, few.state_dict()[name]), name
+
+
+def without_clip(scored, *, width: float = 0.3):
+    """Another package's coefficient, with a width of its own."""
+    return scored.ratio.clamp(max=1 + width) * scored.advantage, {}
+
+
+def with_clip(scored):
+    """Another package's coefficient, which looks at the run's width in a function of its own."""
+    return coefficients.ppo(*within(scored), 0.1), {}
+
+
+def within(scored):
+    return scored.log_ratio, scored.advantage, scored.clip_low
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "options", "is_noted"),
+    [
+        ("cispo", {}, True),
+        ("rec", {}, True),
+        ("bapo", {}, True),
+        ("none", {}, True),
+        (f"{__name__}:without_clip", {}, True),
+        ("ppo", {"low": 0.1, "high": 0.3}, True),
+        ("ppo", {"low": 0.1}, False),
+        ("decoupled_ppo", {}, False),
+        (f"{__name__}:with_clip", {}, False),
+    ],
+)
+def test_a_clip_range_that_the_coefficient_does_not_read_is_noted(coefficient: str, options: dict, is_noted: bool):
+    named = {coefficient.rpartition(":")[2]: options} if options else {}
+    config = replace(
+        CONFIG, iterations=1, clip=0.2, clip_base=None, coefficient=coefficient, options=named, critic_warmup=0
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _tune(replace(config, clip_base=0.05, clip_high=0.4))
+        texts = [str(each.message) for each in caught if "no effect" in str(each.message)]
+        assert len(texts) == is_noted, texts
+        assert all(text.startswith("clip_base=0.05, clip_high=0.4: no effect on the policy") for text in texts)
+        caught.clear()
+        _tune(config)
+        assert not [each for each in caught if "no effect" in str(each.message)], "at the defaults there is none"
 
 
 class OneNoisyStep(ChainPolicy):
