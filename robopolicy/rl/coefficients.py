@@ -18,6 +18,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import uniform
 from robopolicy.core.segments import Segments
 from robopolicy.rl.context import Coefficients, Scored, require_input
+from robopolicy.rl.objective import mean_of_elements
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
@@ -187,9 +188,7 @@ def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
     old = torch.gather(old, 2, scored.chosen[..., None, None].expand(mean.shape))
     # What lies behind the executed steps of a chunk was drawn but has moved nothing: its weight is 0.
     shift = 0.5 * (precision * (mean - old).square()).sum((3, 4))
-    element_mask = (precision > 0).to(mean.dtype)
-    std = (scored.extra("std").expand(mean.shape) * element_mask).sum((3, 4)) / element_mask.sum((3, 4)).clamp(min=1)
-    return shift, std
+    return shift, mean_of_elements(scored.extra("std").expand(mean.shape), {"logp_precision": precision})
 
 
 def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:

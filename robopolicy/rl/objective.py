@@ -140,7 +140,8 @@ def score_norm(scores: Scores, latents: Mapping[str, Tensor], executed: Tensor) 
     if "chain" not in latents:
         return -scores.logp
     mean, std = score_extra(scores, "mean"), score_extra(scores, "std")
-    return _executed_mean(((latents["chain"][:, 1:] - mean) / std.square().clamp(min=1e-6)).square(), scores, executed)
+    terms = ((latents["chain"][:, 1:] - mean) / std.square().clamp(min=1e-6)).square()
+    return mean_of_elements(terms, scores.extras, executed)
 
 
 def distribution_overlap(student: Scores, teacher: Scores, executed: Tensor) -> Tensor:
@@ -157,18 +158,21 @@ def distribution_overlap(student: Scores, teacher: Scores, executed: Tensor) -> 
         return (likely[0] * likely[1]).sum(-1) / count
     difference = student.extras["mean"] - teacher.extras["mean"]
     terms = (difference / student.extras["std"].clamp(min=1e-6)).square()
-    return (-0.5 * _executed_mean(terms, student, executed)).exp()
+    return (-0.5 * mean_of_elements(terms, student.extras, executed)).exp()
 
 
-def _executed_mean(terms: Tensor, scores: Scores, executed: Tensor) -> Tensor:
-    """Return the mean of terms [n, k, P, A] over the elements of log-probabilities whose steps are in `executed`.
+def mean_of_elements(terms: Tensor, extras: Mapping[str, Tensor], executed: Tensor | None = None) -> Tensor:
+    """Return the mean of terms [..., P, A] over the elements that a log-probability consists of, [...].
 
-    executed: [n, C] bool, of a chunk's steps, which begin at the first predicted one unless the scores say otherwise
-    (logp_precision).
+    extras: of the scores, whose "logp_precision" [..., P, A] says which these are. Without it they are those of the
+    `executed` steps [n, C] bool, which begin at the first predicted one, or all (None).
     """
-    if "logp_precision" in scores.extras:
-        weight = (scores.extras["logp_precision"] > 0).to(terms.dtype)
-    else:
+    if "logp_precision" in extras:
+        counts = extras["logp_precision"] > 0
+    elif executed is not None:
         terms = terms[..., : executed.shape[1], :]
-        weight = executed[:, None, :, None].to(terms.dtype).expand_as(terms)
+        counts = executed[:, None, :, None]
+    else:
+        return terms.mean((-2, -1))
+    weight = counts.to(terms.dtype).expand_as(terms)
     return (terms * weight).sum((-2, -1)) / weight.sum((-2, -1)).clamp(min=1)

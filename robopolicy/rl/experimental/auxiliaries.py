@@ -19,6 +19,7 @@ from robopolicy.core.policy import FinishesChain, ScoredPolicy
 from robopolicy.nn.micro_batches import loss_of, scores_of
 from robopolicy.rl.context import AuxiliaryInputs, latents_for_other_policy, require_input, score_extra
 from robopolicy.rl.experimental import distillation
+from robopolicy.rl.objective import mean_of_elements
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 from robopolicy.rl.weights import step_mean
 
@@ -114,13 +115,10 @@ def distill(
         # Summed over the vocabulary and not sampled, so it has no variance of its own.
         distance = distillation.divergence(student, teacher, divergence, top, clip_element)
         on_taught = distance if taught is None else distillation.divergence(student, teacher, "forward", top)
-        disagreement = distillation.divergence(student, teacher, "reverse", 0)
-        entropy = -(student.exp() * student).sum(-1) / math.log(student.shape[-1])
     elif "mean" in student_extras and "mean" in teacher_extras:
         distance = on_taught = distillation.squared_distance(
             student_extras, teacher_extras["mean"], divergence, top, clip_element
         )
-        disagreement, entropy = distance, torch.zeros_like(distance)
     else:
         raise ConfigError(
             "auxiliaries=[distill] needs a teacher of the student's policy kind; auxiliaries=[dagger] imitates any "
@@ -132,7 +130,7 @@ def distill(
                 "options.distill.share below 1 compares all steps of a minibatch, which data-parallel processes "
                 "divide: set it to 1, or train in one process."
             )
-        mask = _informative(entropy.detach(), disagreement.detach(), mask, share)
+        mask = _informative(student_extras, teacher_extras, mask, share)
         step_weights = step_mean(mask)
     taught_mask = inputs.extras.helped
     if taught is not None and taught_mask is not None:
@@ -143,10 +141,20 @@ def distill(
     return weight * (step_weights * torch.where(mask, distance, 0.0)).sum()
 
 
-def _informative(entropy: Tensor, disagreement: Tensor, mask: Tensor, share: float) -> Tensor:
-    """Return the `share` of the steps [n, k], at least one, that TIP keeps by entropy or disagreement, [n, k] each."""
+@torch.no_grad()
+def _informative(
+    student_extras: Mapping[str, Tensor], teacher_extras: Mapping[str, Tensor], mask: Tensor, share: float
+) -> Tensor:
+    """Return the `share` of the steps [n, k] in `mask`, at least one, that TIP keeps: see `distill`."""
     if not bool(mask.any()):
         return mask
+    if "log_probabilities" in student_extras:
+        student, teacher = student_extras["log_probabilities"], teacher_extras["log_probabilities"]
+        disagreement = distillation.divergence(student, teacher, "reverse", 0)
+        entropy = -(student.exp() * student).sum(-1) / math.log(student.shape[-1])
+    else:
+        disagreement = distillation.squared_distance(student_extras, teacher_extras["mean"], "reverse", 0, None)
+        entropy = torch.zeros_like(disagreement)
     entropy = entropy.clamp(max=entropy[mask].double().quantile(0.98).to(entropy))
     score = 1 - (1 - _scaled(entropy, mask)) * (1 - _scaled(disagreement, mask))
     keys = torch.where(mask, score, -torch.inf).flatten()
@@ -376,7 +384,7 @@ def step_preferences(
     normal = scores_of(policy, observation, one_step)
     mean, spread = score_extra(normal, "mean")[:, 0], score_extra(normal, "std").detach()
     # As in the policy's log-probabilities: what is predicted beyond the executed steps has no value.
-    executed_mask = (score_extra(normal, "logp_precision")[:, 0] > 0).to(mean.dtype).expand_as(mean)
+    elements = {"logp_precision": score_extra(normal, "logp_precision")[:, 0]}
     std = spread.expand(len(rows), *spread.shape[-3:])[:, 0].expand_as(mean)
     with torch.no_grad():
         reference = score_extra(scores_of(require_input(inputs.base, "base"), observation, one_step), "mean")[:, 0]
@@ -399,7 +407,7 @@ def step_preferences(
         child_latents, variance = latents[child, place], 2 * std.square().clamp(min=1e-6)
         # log N(x; mean, std) - log N(x; reference, std): normalisers cancel, as the base has the policy's std.
         terms = ((child_latents - reference).square() - (child_latents - mean).square()) / variance
-        return (executed_mask * terms).sum((-2, -1)) / executed_mask.sum((-2, -1)).clamp(min=1)
+        return mean_of_elements(terms, elements)
 
     loss = step_preference_loss(log_ratio(best), log_ratio(worst), beta, clip)
     return weight * torch.where(has_gap, loss, 0.0).sum() / has_gap.sum().clamp(min=1)

@@ -12,6 +12,7 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.rl.context import AuxiliaryInputs, Coefficients, Context, Scored, require_input
 from robopolicy.rl.initial_states import Uniform
+from robopolicy.rl.objective import mean_of_elements
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
@@ -94,8 +95,7 @@ def squared_distance(student: Mapping[str, Tensor], teacher: Tensor, form: str, 
             "steps are Gaussian: restore their defaults."
         )
     terms = (student["mean"] - teacher).square() / (2 * student["std"].detach().square().clamp(min=1e-6))
-    counts = (student.get("logp_precision", torch.ones_like(terms)) > 0).to(terms.dtype)
-    return (counts * terms).sum((-2, -1)) / counts.sum((-2, -1)).clamp(min=1)
+    return mean_of_elements(terms, student)
 
 
 def capped_ratio(inputs: AuxiliaryInputs, cap: float | None) -> Tensor:
