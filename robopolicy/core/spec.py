@@ -135,6 +135,11 @@ class WorldSpec:
         """Names of the cameras whose images are part of the observation."""
         return cameras_of(self.observation)
 
+    @property
+    def shows_vectors(self) -> bool:
+        """Whether the observation has fields other than images and the instruction."""
+        return any(key != TASK and not key.startswith(IMAGE_PREFIX) for key in self.observation)
+
     def with_cameras(self, sizes: "Mapping[str, Size]") -> "WorldSpec":
         """Return the spec of the same world with these additional cameras, each with its size (height, width)."""
         return dataclasses.replace(self, observation={**self.observation, **image_fields(sizes)})

@@ -236,6 +236,12 @@ class EpisodePlayer:
             )
         self.world, self.policy = world, policy
         self.branching, self.max_idle_chunks = branching or Branching(), max_idle_chunks
+        self.compares_states = bool(max_idle_chunks or (self.branching.rule and self.branching.rule.lookahead))
+        if self.compares_states and not world.spec.shows_vectors:
+            raise ConfigError(
+                "max_idle_chunks and branch_by=latr compare vector fields of observations, and the world "
+                f"'{world.spec.name}' shows none: set max_idle_chunks=0, or another branch_by."
+            )
         self.images: Keeping = images
         step, steps = self.branching.step, self.branching.steps
         if step is not None and not isinstance(policy, ResumesDecision):
@@ -334,7 +340,7 @@ class EpisodePlayer:
                 step = next(steps_played)
                 self.returns += step.step.reward.sum(-1)
                 new_column = column(step, self.world.spec.instructions, generator.device, version)
-                if self.max_idle_chunks or (self.branching.rule and self.branching.rule.lookahead):
+                if self.compares_states:
                     running = [index for index, row in enumerate(self.rows) if row is not None]
                     self.spread.add(new_column["observation"], running)
                 self._observe_uncertainty(step.info, generator)

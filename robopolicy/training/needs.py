@@ -26,7 +26,6 @@ from robopolicy.core.policy import (
 from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import HELPED_GROUPS, Rollouts
 from robopolicy.core.segments import Segments
-from robopolicy.core.spec import IMAGE_PREFIX, TASK
 from robopolicy.core.world import World
 from robopolicy.nn.micro_batches import rows_at_once, scores_of
 from robopolicy.rl.algorithm import Algorithm
@@ -263,10 +262,10 @@ def satisfied_needs(
     if len(world.spec.instructions) > 1:
         have.add(Need.INSTRUCTIONS)
     if len(world.spec.goals) < len(world.spec.instructions):
-        have |= {Need.PARAPHRASES, Need.WORDINGS}
+        have |= {Need.PARAPHRASES, Need.WORDINGS}  # the former also makes groups hear all wordings
     if policy.spec.cameras:
         have.add(Need.IMAGES)
-    if any(key != TASK and not key.startswith(IMAGE_PREFIX) for key in world.spec.observation):
+    if world.spec.shows_vectors:
         have.add(Need.VECTORS)
     all_of_it = frozenset(have) | guidance.gives(policy)
     return all_of_it | derivable_needs(all_of_it)

@@ -114,7 +114,14 @@ def alone(entry: Mechanism) -> FinetuneConfig:
 
 
 @pytest.mark.checks("sampler/value")
-def test_a_sampler_that_reads_vectors_is_refused_where_there_are_images_alone():
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampler": "value", "num_initial_states": 8}, "sampler=value needs vector fields .* choose another sampler"),
+        ({"advantage": "grpo", "max_idle_chunks": 2}, "max_idle_chunks .* shows none: set max_idle_chunks=0"),
+    ],
+)
+def test_what_reads_vectors_is_refused_where_there_are_images_alone(changes: dict, message: str):
     class ImagesAlone(SeeingWorld):
         def observe(self) -> dict:
             return {key: value for key, value in super().observe().items() if key != STATE}
@@ -123,9 +130,8 @@ def test_a_sampler_that_reads_vectors_is_refused_where_there_are_images_alone():
     world.spec = replace(world.spec, observation={CAMERA: world.spec.observation[CAMERA]})
     policy = token_policy(world, cameras=True)
     policy.prepare_finetuning()
-    config = replace(CONFIG, sampler="value", num_initial_states=8)
-    with pytest.raises(ConfigError, match=r"sampler=value needs vector fields .* choose another sampler"):
-        finetune(policy, None, world, config)
+    with pytest.raises(ConfigError, match=message):
+        finetune(policy, None, world, replace(CONFIG, **changes))
 
 
 @pytest.mark.long
