@@ -1,7 +1,8 @@
 """World model of image features: a single-frame encoder, and ensemble dynamics on its features.
 
-The encoder (`worldmodels.frame_encoder`) needs no labels: it is trained by reconstructing each frame from its features
-alone, or by predicting its features of later frames. The latent consists of the features and the world's vectors,
+The encoder (`worldmodels.frame_encoder`) is trained by reconstructing each frame from its features alone, or by
+predicting its features of later frames, and by reading further recorded vectors off them, if there are any and the
+model has a readout; rewards do not reach it. The latent consists of the features and the world's vectors,
 except simulator-only state (`observation.environment_state`). `EnsembleModel` learns its dynamics, rewards and success
 as for any state: an imagined step costs the same as there, and no image is decoded. Policies read the latent and act in
 the real world through the encoder (`DecoderFree`). Deviation from models whose latent is trained with the dynamics: the
@@ -39,7 +40,7 @@ from worldmodels.data import (
 )
 from worldmodels.encoding import encode_episodes, with_fields
 from worldmodels.ensemble import EnsembleModel
-from worldmodels.frame_encoder import FrameAutoencoder, Vision
+from worldmodels.frame_encoder import DrawingEncoding, FrameAutoencoder, Labels, Vision
 from worldmodels.frame_encoder import downsample_by_two as downsample_by_two
 from worldmodels.images.drawing import FrameDrawing
 from worldmodels.images.model import DividedStage, PartStage
@@ -174,19 +175,15 @@ class LatentEnsembleModel(nn.Module):
 
     def encoder_stage(self) -> Regression:
         """Return the stage that trains the encoder, as config.encoder_loss says."""
-        config, actions = self.config, self.spec.action.size
+        config, coder = self.config, self.autoencoder
+        labels = None
+        if self.readout is not None:
+            labels = Labels(self.readout.vector, self.readout.read_elements, coder.size, self._seed)
+            labels.to(self.ensemble.state_mean.device)
         if config.encoder_loss == "predict":
-            return PredictiveEncoding(self.autoencoder, self.vector, actions, config.batch_size, self._seed)
-        return PartStage(self.autoencoder, self.frame_batches, self.autoencoder.losses)
-
-    def frame_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield batches for `FrameAutoencoder.losses` indefinitely; the only state is `generator`."""
-        images = {key: episodes.observation[key] for key in self.autoencoder.images}
-        count, device = len(next(iter(images.values()))), self.ensemble.state_mean.device
-        variance = {key: value.to(device) for key, value in self.autoencoder.pixel_variance(episodes).items()}
-        while True:
-            rows = torch.randint(count, (self.config.batch_size,), generator=generator, device=generator.device).cpu()
-            yield {"frames": {key: value[rows].to(device) for key, value in images.items()}, "variance": variance}
+            actions = self.spec.action.size
+            return PredictiveEncoding(coder, labels, self.vector, actions, config.batch_size, self._seed)
+        return DrawingEncoding(coder, labels, config.batch_size)
 
     def latent_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield batches for `EnsembleModel.loss` indefinitely; the statistics are replaced by those of the latents."""

@@ -20,7 +20,7 @@ from robopolicy.core.randomness import normal
 from robopolicy.core.sequences import SequenceData
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.blocks import Members
-from worldmodels.frame_encoder import FrameAutoencoder
+from worldmodels.frame_encoder import FrameAutoencoder, Labels
 
 OFFSETS = (0, 1, 3, 8)
 """Control steps between the first frame of a window and each of its frames."""
@@ -69,13 +69,21 @@ def feature_rank(features: Tensor) -> int:
 class PredictiveEncoding(nn.Module):
     """Fits a `FrameAutoencoder` by prediction; a `Regression`.
 
-    vector: of the fields of a frame that are no images, known beside the features; actions: their size A; batch_size:
-    number of windows N.
+    labels: recorded vectors that the features should tell, None for none; vector: of the fields of a frame that are no
+    images, known beside the features; actions: their size A; batch_size: number of windows N.
     """
 
-    def __init__(self, autoencoder: FrameAutoencoder, vector: StateVector, actions: int, batch_size: int, seed: int):
+    def __init__(
+        self,
+        autoencoder: FrameAutoencoder,
+        labels: Labels | None,
+        vector: StateVector,
+        actions: int,
+        batch_size: int,
+        seed: int,
+    ):
         super().__init__()
-        self.autoencoder = autoencoder
+        self.autoencoder, self.labels = autoencoder, labels
         self.vector, self.batch_size = vector, batch_size
         size = vector.size + autoencoder.size
         with torch.random.fork_rng(devices=[]):
@@ -87,7 +95,7 @@ class PredictiveEncoding(nn.Module):
 
         frames: key -> uint8 [N, 4, height, width, 3], OFFSETS steps from the first one; vectors [N, 4, V] and actions
         [N, 8, A], standardised; valid: [N, 4] bool, the frame belongs to the episode, whose last one is repeated;
-        variance: key -> [], of the pixels.
+        variance: key -> [], of the pixels; labels: [N, E] of the first frames, standardised, if there are any.
         """
         data, device = SequenceData(episodes, ()), next(self.predictor.parameters()).device
         actions = standardised(episodes.actions)
@@ -95,6 +103,7 @@ class PredictiveEncoding(nn.Module):
         if self.vector.size:
             vectors = standardised(self.vector.pack(episodes.observation))
         variance = {key: value.to(device) for key, value in self.autoencoder.pixel_variance(episodes).items()}
+        labels = None if self.labels is None else self.labels.standardised(episodes)
         offsets = torch.tensor(OFFSETS)
         while True:
             rows = torch.randint(len(data), (self.batch_size,), generator=generator, device=generator.device).cpu()
@@ -103,14 +112,17 @@ class PredictiveEncoding(nn.Module):
             frames = (rows + episode)[:, None] + offsets.minimum(remaining)
             steps = rows[:, None] + torch.arange(OFFSETS[-1]).minimum(remaining - 1)
             batch = {"vectors": vectors[frames], "actions": actions[steps], "valid": offsets <= remaining}
+            if labels is not None:
+                batch["labels"] = labels[frames[:, 0]]
             images = {key: episodes.observation[key][frames].to(device) for key in self.autoencoder.images}
             yield {**{k: v.to(device) for k, v in batch.items()}, "frames": images, "variance": variance}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"predicted", "guard", "drawn"}: each [N], for a batch of `batches`.
+        """Return {"predicted", "guard", "drawn", "labels"}: each [N], for a batch of `batches`.
 
         predicted: squared error of the vectors and features of the later frames, a mean over elements and frames of the
-        episode; guard: GUARD times SIGReg of the features, a mean over OFFSETS; drawn: error of the decoder.
+        episode; guard: GUARD times SIGReg of the features, a mean over OFFSETS; drawn: error of the decoder; labels: of
+        reading labels off the first frames, if there are any.
         """
         frames: Mapping[str, Tensor] = batch["frames"]
         valid, actions = batch["valid"], batch["actions"]
@@ -127,11 +139,14 @@ class PredictiveEncoding(nn.Module):
         directions = normal((features.shape[-1], DIRECTIONS), generator, features.device)
         guard = GUARD * sigreg(features.movedim(1, 0), functional.normalize(directions, dim=0)).mean()
         first = {key: value[:, 0] for key, value in frames.items()}
-        return {
+        errors = {
             "predicted": total / valid[:, 1:].sum(1),
             "guard": guard.expand(len(valid)),
             "drawn": self.autoencoder.drawing_errors(first, features[:, 0].detach(), batch["variance"]),
         }
+        if self.labels is not None:
+            errors["labels"] = self.labels.errors(features[:, 0], batch["labels"])
+        return errors
 
 
 def standardised(values: Tensor) -> Tensor:

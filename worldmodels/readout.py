@@ -5,7 +5,7 @@ a small network from a latent, and its change in the last step, to the vectors t
 (`observation.environment_state`), trained after the encoder on recorded labels. With it, scripted experts and policies
 of states act in the model too (`ReadableModel`), and the model's errors are known in the world's units. Elements that
 never change within an episode (goals) are read once, off its first frame; what is an affine function of others is
-computed from them. Nothing else of the model learns from these labels.
+computed from them. The encoder learns from these labels as well (`worldmodels.frame_encoder.Labels`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -41,7 +41,7 @@ SMALL = LatentEnsembleConfig(
     features=8,
     channels=(8, 8, 8),
     batch_size=32,
-    encoder_step_ratio=3.0,
+    encoder_step_ratio=4.0,
     ensemble=EnsembleConfig(members=2, width=32, depth=1, head_width=16, rollout_step_ratio=0),
 )
 FIT = FitConfig(steps=250, learning_rate=3e-3)
@@ -110,13 +110,41 @@ def test_people_can_look_at_what_it_imagines(learned):
 
 def test_what_is_drawn_is_measured_against_how_much_pixels_vary(learned):
     data = recorded(30, seed=3)
-    batch = next(learned.frame_batches(data, torch.Generator().manual_seed(0)))
-    error = learned.autoencoder.losses(batch, torch.Generator())["drawn"]
+    stage = learned.encoder_stage()
+    batch = next(stage.batches(data, torch.Generator().manual_seed(0)))
+    error = stage.loss(batch, torch.Generator())["drawn"]
     assert error.shape == (32,) and float(error.mean().detach()) < 0.6, "1 is the mean frame, drawn everywhere"
     pixels = torch.from_numpy(np.asarray(data.observation[IMAGE]))[:1000].float() / 255
     small = pixels.reshape(len(pixels), 8, 2, 8, 2, 3).mean((2, 4))
     some = torch.linspace(0, len(data.observation[IMAGE]) - 1, min(1000, len(data.observation[IMAGE]))).long()
     assert float(batch["variance"][IMAGE]) == pytest.approx(float(small[some].var(0, correction=0).mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["draw", "predict"])
+def test_the_encoder_learns_to_tell_recorded_vectors(loss: str):
+    data = recorded(30)
+    model = LatentEnsembleModel.build(replace(SMALL, encoder_loss=loss), SPEC, data, 0)
+    stage = model.encoder_stage()
+    batch = next(stage.batches(data, torch.Generator().manual_seed(0)))
+    assert ENVIRONMENT_STATE in stage.labels.vector.fields
+    hidden = stage.labels.vector.pack(data.observation)[:, stage.labels.elements]
+    shown = batch["labels"] * hidden.std(0, correction=0) + hidden.mean(0)
+    assert all((row - hidden).abs().amax(1).min() < 1e-5 for row in shown), "labels are standardised recorded states"
+    first = {key: value if loss == "draw" else value[:, 0] for key, value in batch["frames"].items()}
+    read = stage.labels.network(model.autoencoder(first)[None])[0]
+    error = stage.loss(batch, torch.Generator().manual_seed(0))["labels"]
+    assert torch.allclose(error, (read - batch["labels"]).square().mean(1), atol=1e-6)
+    error.sum().backward()
+    assert all(bool(weight.grad.abs().sum()) for weight in model.autoencoder.encoders.parameters())
+    assert all(weight.grad is None for weight in model.autoencoder.decoders.parameters())
+
+
+def test_without_a_readout_the_encoder_learns_from_pictures_alone():
+    data = recorded(20)
+    model = LatentEnsembleModel.build(replace(SMALL, readout_step_ratio=0), SPEC, data, 0)
+    stage = model.encoder_stage()
+    batch = next(stage.batches(data, torch.Generator().manual_seed(0)))
+    assert "labels" not in batch and set(stage.loss(batch, torch.Generator())) == {"drawn"}
 
 
 def test_a_second_model_keeps_the_encoder_of_the_first(learned, place):

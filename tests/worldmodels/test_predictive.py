@@ -25,6 +25,7 @@ CONFIG = LatentEnsembleConfig(
     channels=(8, 8, 8),
     batch_size=32,
     encoder_loss="predict",
+    readout_step_ratio=0,  # and so no labels
     ensemble=EnsembleConfig(members=2, width=16, depth=1, head_width=8, rollout_step_ratio=0),
 )
 
@@ -155,7 +156,7 @@ def test_without_its_guard_the_encoder_collapses(monkeypatch):
 
 def test_an_encoder_that_predicts_is_reused_by_one_that_draws(tmp_path):
     model, data = built()
-    assert list(model.stages()) == ["encoder", "readout", "ensemble"]
+    assert list(model.stages()) == ["encoder", "ensemble"]
     save_world_model(model, tmp_path / "model")
     loaded = load_world_model(tmp_path / "model")
     assert isinstance(loaded, LatentEnsembleModel) and loaded.config.encoder_loss == "predict"
