@@ -1,14 +1,16 @@
 """Experiments about world models run, smaller than they are meant to be, and their replays are true."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from robopolicy.benchmarks import coplanner, joint, trajectories, video
+from robopolicy.benchmarks import coplanner, joint, joint_video, trajectories, video
 from robopolicy.benchmarks.replay import replay
 from robopolicy.nn.configuration import EdmConfig
+from worldmodels.checkpoint import load_world_model
 from worldmodels.configuration import ReadoutConfig, TrajectoryConfig, VideoConfig
 from worldmodels.data import recorded_transitions
 
@@ -67,6 +69,24 @@ def test_the_experiments_run():
     assert len(whole(coplanner.tables({"seeds": {"0": figures}}))[0].lines) == 5
     both = joint.measure(0, joint.Scale(episodes=8, noise=(0.2, 1.0), fit=20, candidates=2, judged=8))
     assert len(whole(joint.tables({"seeds": {"0": both}}))[0].lines) == 4
+
+
+def test_a_joint_policy_of_pictures_starts_from_the_video_or_from_its_autoencoder_alone(tmp_path):
+    model = joint_video.Scale().model
+    model = replace(model, batch_size=4, futures=1, values=1, video=replace(model.video, width=32, depth=1))
+    steps = dict.fromkeys(("autoencoder", "video", "joint", "yardstick"), 2)
+    scale = joint_video.Scale(episodes=4, noise=(0.2, 1.0), candidates=2, judged=2, model=model, **steps)
+    first = joint_video.measure(0, tmp_path, scale)
+    scratch, video_model = (load_world_model(tmp_path / name) for name in ("autoencoder", "video"))
+    same = {name: torch.equal(weight, video_model.state_dict()[name]) for name, weight in scratch.state_dict().items()}
+    assert all(equal for name, equal in same.items() if name.startswith("autoencoder.network."))
+    assert not all(equal for name, equal in same.items() if name.startswith("transformer."))
+    lines = whole(joint_video.tables({"seeds": {"0": first, "1": first}}))[0].lines
+    assert len(lines) == 1 + 2 * 2 and lines[0][0].startswith(joint_video.YARDSTICK)
+    (tmp_path / "from scratch.json").write_text(json.dumps({"one decision": first["from scratch, one decision"]}))
+    again = joint_video.measure(0, tmp_path, scale)  # what is stored is not measured again
+    assert set(first) - set(again) == {"from scratch, best of 2"}
+    assert all(again[name] == first[name] for name in again)
 
 
 @pytest.mark.slow

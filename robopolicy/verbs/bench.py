@@ -34,7 +34,7 @@ World models:
 - edge_of_reach: values in a perfect model, and methods that bound them.
 - trajectories: accuracy of guided trajectories, and their use as training data.
 - coplanner: accuracy of cautious plans, and the benefit of exploring ones.
-- joint: planning with one model of actions, futures and values.
+- joint: planning with one model of actions, futures and values; joint_video: the same from pictures.
 - video: long-horizon images, with and without memory.
 
 Recorded data:
@@ -128,6 +128,7 @@ BENCHMARKS = Registry(
             "trajectories",
             "coplanner",
             "joint",
+            "joint_video",
             "video",
             "offline",
             "online",

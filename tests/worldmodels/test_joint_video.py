@@ -151,6 +151,18 @@ def test_given_frames_come_back_bit_by_bit_and_a_chunk_does_not_depend_on_what_f
     assert torch.allclose(alone[:, 0], together[:, 0], atol=1e-5)
 
 
+def test_most_chunks_are_learned_at_noise_that_hides_them(begun, monkeypatch):
+    fractions = {}
+
+    def spy(network, clean, config, generator, high_fraction):
+        fractions[len(FRAMES) - clean.shape[1]] = high_fraction
+        return torch.zeros_like(clean)
+
+    monkeypatch.setattr(edm, "loss", spy)
+    begun.loss(one_batch(begun), torch.Generator())
+    assert fractions == {0: 0.9, 1: 0.3, 3: 0.3}
+
+
 def test_the_chunk_with_the_highest_score_is_taken(begun, monkeypatch):
     planner = begun.planning(4)
     rows = one_batch(begun)["value"]
