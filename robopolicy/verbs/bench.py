@@ -34,7 +34,8 @@ World models:
 - edge_of_reach: values in a perfect model, and methods that bound them.
 - trajectories: accuracy of guided trajectories, and their use as training data.
 - coplanner: accuracy of cautious plans, and the benefit of exploring ones.
-- joint: planning with one model of actions, futures and values; joint_video: the same from pictures.
+- joint: planning with one model of actions, futures and values.
+- joint_video: the same from pictures, by a video model.
 - video: long-horizon images, with and without memory.
 
 Recorded data:

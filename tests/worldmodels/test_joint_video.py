@@ -121,7 +121,7 @@ def test_a_role_learns_the_frames_that_are_not_given_from_those_before_them(begu
         assert list(loss) == [role] and loss[role].shape == (len(frames),)
 
 
-def test_a_third_of_the_chunks_are_learned_through_noise_that_hides_them(begun, monkeypatch):
+def test_most_chunks_are_learned_through_noise_that_hides_them(begun, monkeypatch):
     """The mean over 32 copies of a number tells it through noise of 1; what it depends on is learned above that."""
     levels = []
     weigh = edm.weighted_error
@@ -136,7 +136,7 @@ def test_a_third_of_the_chunks_are_learned_through_noise_that_hides_them(begun, 
         begun.loss({"policy": rows}, torch.Generator().manual_seed(seed))
     copies = torch.Size(begun.video.latent).numel() / begun.sizes[ACTION]
     hidden = torch.cat(levels) / copies**0.5 > 0.5  # in units of half a number's range
-    assert float(hidden.float().mean()) > 0.33
+    assert float(hidden.float().mean()) > 0.7
 
 
 def test_given_frames_come_back_bit_by_bit_and_a_chunk_does_not_depend_on_what_follows(begun):
@@ -149,18 +149,6 @@ def test_given_frames_come_back_bit_by_bit_and_a_chunk_does_not_depend_on_what_f
     alone = begun._network(memory, rows["present"], nothing)(rows["frames"][:, :1], torch.zeros(4))
     together = begun._network(memory, rows["present"], nothing)(rows["frames"], torch.zeros(4))
     assert torch.allclose(alone[:, 0], together[:, 0], atol=1e-5)
-
-
-def test_most_chunks_are_learned_at_noise_that_hides_them(begun, monkeypatch):
-    fractions = {}
-
-    def spy(network, clean, config, generator, high_fraction):
-        fractions[len(FRAMES) - clean.shape[1]] = high_fraction
-        return torch.zeros_like(clean)
-
-    monkeypatch.setattr(edm, "loss", spy)
-    begun.loss(one_batch(begun), torch.Generator())
-    assert fractions == {0: 0.9, 1: 0.3, 3: 0.3}
 
 
 def test_the_chunk_with_the_highest_score_is_taken(begun, monkeypatch):
