@@ -21,7 +21,7 @@ from robopolicy.core.vectors import StateVector
 from robopolicy.nn.blocks import Members
 from robopolicy.nn.configuration import ImageEncoderConfig
 from robopolicy.nn.encoders import ImageEncoder, PatchEncoder, module_name
-from robopolicy.nn.normalizer import with_constants_kept
+from robopolicy.nn.normalizer import in_deviations
 from robopolicy.nn.pretrained import build_described_backbone
 from robopolicy.nn.vision import feature_maps, load_vision_model
 from worldmodels.configuration import DECODER_CHANNELS, LatentEnsembleConfig
@@ -148,7 +148,7 @@ class Labels(nn.Module):
     def standardised(self, episodes: Episodes) -> Tensor:
         """Return the elements [N, E] of all frames less their mean, in standard deviations; what never varies is 0."""
         values = self.vector.pack(episodes.observation)[:, self.elements]
-        return (values - values.mean(0)) / with_constants_kept(values.std(0, correction=0))
+        return in_deviations(values, values)
 
     def errors(self, features: Tensor, values: Tensor) -> Tensor:
         """Return the squared error [N] of reading standardised elements [N, E] off features [N, F], a mean over E."""

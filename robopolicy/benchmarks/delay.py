@@ -171,8 +171,7 @@ def _latency(steps: int) -> str:
 
 def at(seeds: Mapping[str, Any], delay: str) -> dict[str, float]:
     """Return the success over all seeds at a delay, of those that were measured at it."""
-    rows = [row[delay] for row in seeds.values()]
-    return pooled([{**row, "successes": round(row["success_rate"] * row["episodes"])} for row in rows])
+    return pooled([row[delay] for row in seeds.values()])
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:

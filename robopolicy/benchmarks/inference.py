@@ -321,7 +321,7 @@ def row_of(arm: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
     }
     success = "as the reference"
     if "success" in arm[0]:
-        success = rate_text(pooled([{**each["success"], "successes": successes(each["success"])} for each in arm]))
+        success = rate_text(pooled([each["success"] for each in arm]))
     error = sum(each["error"] for each in arm) / len(arm)
     return [
         mean_text((each["least_ms"] for each in arm), 2),
@@ -331,11 +331,6 @@ def row_of(arm: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
         f"{error:.3f}" if error > 1e-3 else f"{error:.0e}",
         success,
     ]
-
-
-def successes(rate: Mapping[str, float]) -> int:
-    """Return the number of successful episodes."""
-    return round(rate["success_rate"] * rate["episodes"])
 
 
 def picture(figures: Mapping[str, Any]) -> Section:
@@ -348,7 +343,7 @@ def picture(figures: Mapping[str, Any]) -> Section:
             for label in rows[0]:
                 judged_as = label if "success" in rows[0][label] else REFERENCE
                 each = [row[judged_as]["success"] for row in rows]
-                rate = pooled([{**item, "successes": successes(item)} for item in each])
+                rate = pooled(each)
                 ms = sum(row[label]["least_ms"] for row in rows) / len(rows)
                 points[label] = ms, rate["success_rate"], rate["low"], rate["high"]
     caption = "A row a way of computing it, with Wilson 95 % intervals of success."

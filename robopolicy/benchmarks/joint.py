@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from robopolicy.benchmarks.rates import rate_text, spread_text
-from robopolicy.benchmarks.runs import each_seed, expert
-from robopolicy.core.episodes import Episodes
+from robopolicy.benchmarks.runs import each_seed, expert_episodes
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
-from robopolicy.data.record import record
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.policies.configuration import JointConfig
 from robopolicy.policies.joint import JointModel
@@ -38,19 +36,10 @@ class Scale:
     model: JointConfig = field(default_factory=JointConfig)
 
 
-def collect(seed: int, scale: Scale) -> Episodes:
-    """Return episodes of the expert at every noise level, failures included."""
-    world, parts = make_world(TASK, 64, seed=seed), []
-    for level in scale.noise:
-        actor = expert(world, level, derive_seed(seed, f"noise {level}"))
-        parts.append(record(world, actor, episode_seeds(seed, f"recorded/{level}", scale.episodes)))
-    world.close()
-    return Episodes.concatenate(parts)
-
-
 def measure(seed: int, scale: Scale) -> dict[str, Any]:
     """Return the success of acting and of planning, by training data."""
-    all_episodes, world = collect(seed, scale), make_world(TASK, scale.judged, seed=seed)
+    all_episodes = expert_episodes(make_world(TASK, 64, seed=seed), scale.noise, scale.episodes, seed)
+    world = make_world(TASK, scale.judged, seed=seed)
     assert all_episodes.success is not None
     results: dict[str, Any] = {"data_success": float(all_episodes.success.float().mean())}
     for name, episodes in (

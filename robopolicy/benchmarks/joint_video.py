@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from robopolicy.benchmarks.rates import pooled, rate_of, rate_text, spread_text
-from robopolicy.benchmarks.runs import each_seed, expert
+from robopolicy.benchmarks.runs import each_seed, expert_episodes
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.policy import Policy
@@ -23,7 +23,6 @@ from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.regression import Regression
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.world import World
-from robopolicy.data.record import record
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.nn.configuration import ImageEncoderConfig
 from robopolicy.policies.configuration import DenoisingPolicyConfig
@@ -74,16 +73,6 @@ def make(rows: int, seed: int) -> World:
     return make_world(TASK, rows, seed=seed, cameras=["top"], image_size=32)
 
 
-def collect(seed: int, scale: Scale) -> Episodes:
-    """Return episodes of the expert at every noise level, failures included."""
-    world, parts = make(64, seed), []
-    for level in scale.noise:
-        actor = expert(world, level, derive_seed(seed, f"noise {level}"))
-        parts.append(record(world, actor, episode_seeds(seed, f"recorded/{level}", scale.episodes)))
-    world.close()
-    return Episodes.concatenate(parts)
-
-
 def learn_stage(model: nn.Module, stage: Regression, episodes: Episodes, steps: int, seed: int, name: str) -> None:
     """Fit one stage of a video model."""
     generators = Generators(derive_seed(seed, name))
@@ -119,7 +108,7 @@ def measure(seed: int, folder: Path, scale: Scale) -> dict[str, Any]:
 
     Models and the success of each arm are kept in the folder, so an interrupted measurement goes on with the next arm.
     """
-    episodes = collect(seed, scale)
+    episodes = expert_episodes(make(64, seed), scale.noise, scale.episodes, seed)
     assert episodes.success is not None
     starts = video_models(seed, scale, episodes, folder)
     results: dict[str, Any] = {"data_success": float(episodes.success.float().mean())}
@@ -167,9 +156,8 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
     for name in runs[0]:
         if isinstance(runs[0][name], Mapping):
             rates = [run[name] for run in runs]
-            whole = pooled([{**rate, "successes": round(rate["success_rate"] * rate["episodes"])} for rate in rates])
             spread = spread_text(rate["success_rate"] for rate in rates)
-            lines.append([name, spread, rate_text(whole), ", ".join(map(rate_text, rates))])
+            lines.append([name, spread, rate_text(pooled(rates)), ", ".join(map(rate_text, rates))])
     header = ["starts from, and decides by", "mean over seeds (range)", "pooled (Wilson 95 %)", "each seed"]
     return [Table(f"Success on {TASK} from pictures of 32 px", header, lines)]
 

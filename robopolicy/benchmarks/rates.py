@@ -20,14 +20,19 @@ def rate_of(successes: int, episodes: int) -> dict[str, float]:
     return {"success_rate": successes / episodes, "low": low, "high": high, "episodes": episodes}
 
 
+def successes(rate: Rate) -> int:
+    """Return the number of successful episodes: `successes` of an evaluation's summary, else computed from the rate."""
+    return int(rate["successes"]) if "successes" in rate else round(rate["success_rate"] * rate["episodes"])
+
+
 def pooled(measured: Sequence[Rate]) -> dict[str, float]:
-    """Return the success rate over all seeds' episodes (summaries with `successes` and `episodes`)."""
-    return rate_of(int(sum(row["successes"] for row in measured)), int(sum(row["episodes"] for row in measured)))
+    """Return the success rate over all seeds' episodes."""
+    return rate_of(sum(map(successes, measured)), int(sum(row["episodes"] for row in measured)))
 
 
 def short(rate: Rate) -> dict[str, float]:
     """Return the summary of an evaluation without its outcomes, for tables."""
-    return rate_of(int(rate["successes"]), int(rate["episodes"]))
+    return rate_of(successes(rate), int(rate["episodes"]))
 
 
 def rate_text(rate: Rate) -> str:

@@ -13,11 +13,14 @@ from rich.rule import Rule
 from robopolicy.building.policies import choose_device, load_trainable
 from robopolicy.building.worlds import build_collection_world, build_critic
 from robopolicy.configuration import Config, compose
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.randomness import derive_seed, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
+from robopolicy.data.record import record
 from robopolicy.rl.registry import Need
 from robopolicy.runs import is_complete, output
 from robopolicy.training.configuration import FinetuneConfig
@@ -344,3 +347,13 @@ def each_seed(measure: Callable[[int, Path], dict[str, Any]]) -> Callable[[Confi
 def expert(world: World, noise: float, seed: int) -> NoisyController:
     """Return the scripted expert of the task that `world` simulates, with Gaussian noise."""
     return NoisyController(load_task(world.spec.name).expert(), Noise(gaussian=noise), seed, world.spec.action)
+
+
+def expert_episodes(world: World, levels: Sequence[float], episodes: int, seed: int) -> Episodes:
+    """Return `episodes` of the scripted expert at each noise level, failures included, and close the world."""
+    parts: list[Episodes] = []
+    for level in levels:
+        actor = expert(world, level, derive_seed(seed, f"noise {level}"))
+        parts.append(record(world, actor, episode_seeds(seed, f"recorded/{level}", episodes)))
+    world.close()
+    return Episodes.concatenate(parts)
