@@ -52,9 +52,9 @@ def world_of(rows: int, workers: int) -> str:
 
 def actions_of(steps: int) -> np.ndarray:
     """Return the actions [C, 7] of every arm: the gripper wanders, turns, opens and closes."""
-    drawn = np.random.default_rng(0).normal(0.0, 0.5, (steps, 7))
-    drawn[:, 6] = np.sign(np.sin(np.arange(steps) / 7))
-    return np.clip(drawn, -1.0, 1.0)
+    actions = np.random.default_rng(0).normal(0.0, 0.5, (steps, 7))
+    actions[:, 6] = np.sign(np.sin(np.arange(steps) / 7))
+    return np.clip(actions, -1.0, 1.0)
 
 
 def timed(start: Callable[[], object], step: Callable[[np.ndarray], object], steps: int) -> float:

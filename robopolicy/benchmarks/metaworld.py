@@ -44,9 +44,9 @@ Arm = tuple[Callable[[], object], Step, Callable[[], object]]
 
 def actions_of(steps: int) -> np.ndarray:
     """Return the actions [C, 4] of every arm: the hand wanders, the gripper opens and closes."""
-    drawn = np.random.default_rng(0).normal(0.0, 0.5, (steps, 4))
-    drawn[:, 3] = np.sign(np.sin(np.arange(steps) / 7))
-    return np.clip(drawn, -1.0, 1.0)
+    actions = np.random.default_rng(0).normal(0.0, 0.5, (steps, 4))
+    actions[:, 3] = np.sign(np.sin(np.arange(steps) / 7))
+    return np.clip(actions, -1.0, 1.0)
 
 
 def own_arm(task: str, rows: int, drawn: bool) -> Arm:

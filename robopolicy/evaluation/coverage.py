@@ -19,6 +19,8 @@ from worldmodels.protocol import DecoderFree, LearnedModel
 
 NEIGHBOURS, QUERIES = 20_000, 4_000
 """Largest numbers of steps of data, and of steps that are compared with them."""
+CONSTANT = 1e-2
+"""Deviation that stands for that of an element which never changed in the data: who changes it is elsewhere."""
 THUMBNAIL = 8
 """Pixels along one side of the images that are compared, for models that predict images."""
 
@@ -44,7 +46,7 @@ class Coverage:
             raise DataError("Coverage needs at least two recorded episodes: one is held out.")
         steps = [elements(model, part) for part in data.split(0.1, generator)]
         deviation = steps[0].std(0)
-        scale = torch.where(deviation > 1e-6, 1 / deviation.clamp_min(1e-6), torch.zeros_like(deviation))
+        scale = 1 / torch.where(deviation > 1e-6, deviation, CONSTANT)
         mean = steps[0].mean(0)
         known, held_out = (
             drawn(scale * (part - mean), count, generator)

@@ -119,10 +119,10 @@ class BaseImitation:
     def update(self, columns: Mapping[str, Tensor], own: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
         """Take one step on `rows` [n] of own chunks and demonstrations joined; returns the loss, []."""
         parts: list[dict[str, Any]] = []
-        if len(mine := rows[rows < len(own)]):
-            parts.append(self.own_batch(columns, own[mine]))
-        if self.recorded is not None and len(theirs := rows[rows >= len(own)]):
-            steps = self.recorded.step[self.demonstrated[theirs - len(own)]]
+        if len(rows_of_own := rows[rows < len(own)]):
+            parts.append(self.own_batch(columns, own[rows_of_own]))
+        if self.recorded is not None and len(rows_of_others := rows[rows >= len(own)]):
+            steps = self.recorded.step[self.demonstrated[rows_of_others - len(own)]]
             spec = self.base.spec
             parts.append(
                 self.recorded.episodes.windows(steps, spec.history, spec.prediction, [*spec.observation, TASK])
@@ -163,13 +163,13 @@ class BaseImitation:
         samples = candidates.shape[1]
         for rows in torch.split(alive, max(1, ROWS // samples)):
             candidates[rows] = self.sampled(self.observation(AHEAD, columns, rows), samples, draws)
-        known, spec = self.recorded_candidates, self.base.spec
-        if known is None or self.recorded is None:
+        candidates, spec = self.recorded_candidates, self.base.spec
+        if candidates is None or self.recorded is None:
             return
-        for rows in torch.split(torch.arange(len(known), device=alive.device), max(1, ROWS // samples)):
+        for rows in torch.split(torch.arange(len(candidates), device=alive.device), max(1, ROWS // samples)):
             frames = self.recorded.next_frame[rows]
-            seen = observations_at(self.recorded.episodes, frames, spec.history, list(spec.observation))
-            known[rows] = self.sampled(seen, samples, draws)
+            observation = observations_at(self.recorded.episodes, frames, spec.history, list(spec.observation))
+            candidates[rows] = self.sampled(observation, samples, draws)
 
     @property
     def recorded_candidates(self) -> Tensor | None:
@@ -179,8 +179,8 @@ class BaseImitation:
     def tree(self) -> dict[str, Any]:
         """Return weights, optimiser moments and updates owed, in a form that can be saved."""
         weights = {str(place): weight.detach().clone() for place, weight in enumerate(self.weights)}
-        known = self.recorded_candidates
-        recorded = {} if known is None else {"recorded_candidates": known.clone()}
+        candidates = self.recorded_candidates
+        recorded = {} if candidates is None else {"recorded_candidates": candidates.clone()}
         return {"weights": weights, "optimiser": optimiser_tree(self.optimiser), "owed": self.owed, **recorded}
 
     @torch.no_grad()
@@ -190,8 +190,8 @@ class BaseImitation:
             weight.copy_(tree["weights"][str(place)])
         restore_optimiser(self.optimiser, tree["optimiser"])
         self.owed = float(tree["owed"])
-        if (known := self.recorded_candidates) is not None:
-            known.copy_(tree["recorded_candidates"])
+        if (candidates := self.recorded_candidates) is not None:
+            candidates.copy_(tree["recorded_candidates"])
 
 
 def successful(episode: Tensor, success: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from robopolicy.building.policies import adapt_policy_to_world, choose_device, load_policy
 from robopolicy.building.workers import BatchPlayers, Built, Workers, open_workers, play_together
@@ -122,27 +123,39 @@ def coverages(
 ) -> dict[str, dict[str, float]]:
     """Return model -> policy -> fraction of its steps in the simulator that are unlike the data of the model; without
     models whose data is gone, and policies whose world does not show what the model reads.
+
+    A policy acts once for all models that read the same cameras.
     """
     seeds, device = evaluation_seeds(config, config.rank.coverage_episodes), choose_device(config.run)
-    shares: dict[str, dict[str, float]] = {}
-    for name, path in models.items() if len(seeds) else ():
-        model = load_world_model(path)
-        if not (path.parent / "dataset").exists():
+    paths = {name: path for name, path in models.items() if len(seeds) and (path.parent / "dataset").exists()}
+    loaded = {name: load_world_model(path) for name, path in paths.items()}
+    draws = {name: torch.Generator().manual_seed(derive_seed(config.run.seed, "rank/coverage/data")) for name in loaded}
+    covered = {
+        name: Coverage.of(model, recorded_for(model, paths[name].parent / "dataset"), draws[name])
+        for name, model in loaded.items()
+    }
+    sections = {name: replace(config.world, **images_of(fields_read(model))) for name, model in loaded.items()}
+    shares: dict[str, dict[str, float]] = {name: {} for name in loaded}
+    parts = np.array_split(seeds, range(RECORDED, len(seeds), RECORDED))
+    for first, section in sections.items():
+        models_alike = [name for name, other in sections.items() if other == section]
+        if models_alike[0] != first:
             continue
-        fields = fields_read(model)
         generators = Generators(derive_seed(config.run.seed, "rank/coverage"), device)
-        draws = torch.Generator().manual_seed(derive_seed(config.run.seed, "rank/coverage/data"))
-        covered = Coverage.of(model, recorded_for(model, path.parent / "dataset"), draws)
         for candidate, actor in candidates.items():
-            section = replace(config.world, **images_of(fields))
             world, acting = acting_in(config, section, candidate, actor, device, filmed=True)
-            if not fields.keys() - world.spec.observation.keys():
-                parts = np.array_split(seeds, range(RECORDED, len(seeds), RECORDED))
-                acted = {"deterministic": True, "generator": generators["act"]}
-                steps = [elements(model, record(world, acting, part, **acted)) for part in parts]
-                shares.setdefault(name, {})[candidate] = covered.unlike(torch.cat(steps), draws)
+            readers = [
+                name for name in models_alike if not fields_read(loaded[name]).keys() - world.spec.observation.keys()
+            ]
+            steps: dict[str, list[Tensor]] = {name: [] for name in readers}
+            for part in parts if readers else ():
+                episodes = record(world, acting, part, deterministic=True, generator=generators["act"])
+                for name in readers:
+                    steps[name].append(elements(loaded[name], episodes))
+            for name in readers:
+                shares[name][candidate] = covered[name].unlike(torch.cat(steps[name]), draws[name])
             world.close()
-    return shares
+    return {name: each for name, each in shares.items() if each}
 
 
 def ranked(config: Config, scores: Mapping[str, Mapping[str, EvaluationResult]]) -> dict[str, RankingResult]:

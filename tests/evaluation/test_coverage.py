@@ -1,6 +1,7 @@
 """Coverage: steps like the data of a model count as such, others do not; by a slow reference and in a ranking."""
 
 import json
+import shutil
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, WorldSpec
 from robopolicy.data.record import record
 from robopolicy.evaluation.coverage import Coverage, drawn, elements, nearest, thumbnails
 from robopolicy.evaluation.tables import coverage_table, coverage_warnings
+from robopolicy.verbs import rank
 from sims.experts import NoisyController
 from sims.registry import make_expert, make_world
 
@@ -51,7 +53,7 @@ def test_distances_and_standardisation_by_a_slow_reference():
     draws = torch.Generator().manual_seed(0)
     coverage = Coverage.of(model, data, draws)
     assert torch.allclose(coverage.known.mean(0), torch.zeros(coverage.known.shape[1]), atol=1e-4)
-    varying = coverage.scale > 0
+    varying = coverage.scale < 99
     assert torch.allclose(coverage.known.std(0)[varying], torch.ones(int(varying.sum())), atol=1e-3)
     steps = torch.randn(7, 3, generator=draws)
     known = torch.randn(11, 3, generator=draws)
@@ -66,6 +68,23 @@ def test_distances_and_standardisation_by_a_slow_reference():
         Coverage.of(model, recorded(1)[1], draws)
 
 
+def test_an_element_that_never_changed_in_the_data_counts_when_it_does():
+    model, data = recorded(30)
+    data.observation[ENVIRONMENT_STATE][:, 2] = 0.7
+    draws = torch.Generator().manual_seed(0)
+    coverage = Coverage.of(model, data, draws)
+    alike = elements(model, data)
+    assert coverage.unlike(alike, draws) < 0.04
+    moved = alike.clone()
+    moved[:, data.actions.shape[1] + 2 + _before(model, ENVIRONMENT_STATE)] += 0.5
+    assert coverage.unlike(moved, draws) == 1
+
+
+def _before(model, key):
+    widths = {each: model.spec.observation[each].shape[0] for each in model.spec.observation}
+    return sum(widths[each] for each in list(widths)[: list(widths).index(key)])
+
+
 def test_warnings_name_policy_and_remedy():
     shares = {"ensemble": {"a": 0.02, "b": 0.34}, "rssm": {"a": 0.0}}
     header, lines = coverage_table(shares)
@@ -75,7 +94,7 @@ def test_warnings_name_policy_and_remedy():
 
 
 @pytest.mark.long
-def test_a_ranking_says_where_its_model_has_no_data(tmp_path, capsys):
+def test_a_ranking_says_where_its_model_has_no_data(tmp_path, capsys, monkeypatch):
     root = f"run.root={tmp_path}"
     small = ("worldmodel.fit.steps=30", "worldmodel.transitions=1500", "worldmodel.behaviour_episodes=0")
     narrow = ("worldmodel.include_base=false", "worldmodel.noise=[none]", "worldmodel.config.width=16")
@@ -83,10 +102,17 @@ def test_a_ranking_says_where_its_model_has_no_data(tmp_path, capsys):
     assert main(["collect", "recipe=push_cube", root, *demonstrations]) == 0
     assert main(["worldmodel", "recipe=push_cube", root, *small, *narrow]) == 0
     levels = 'rank.noise=["none","0.1","random"]'
-    assert main(["rank", "recipe=push_cube", root, "rank.episodes=16", levels]) == 0
+    trained = tmp_path / "worldmodel" / "push_cube" / "0"
+    shutil.copytree(trained, tmp_path / "worldmodel" / "copy" / "0")
+    recordings = []
+    monkeypatch.setattr(rank, "record", lambda *given, **options: recordings.append(1) or record(*given, **options))
+    both = f"rank.models=[{trained}/checkpoint,{tmp_path}/worldmodel/copy/0/checkpoint]"
+    assert main(["rank", "recipe=push_cube", root, "rank.episodes=16", levels, both]) == 0
     assert "Steps unlike" in capsys.readouterr().out
+    assert len(recordings) == 3 * 32 / rank.RECORDED, "each expert acts once for both models"
     folder = tmp_path / "rank" / "push_cube" / "0"
-    (figures,) = json.loads((folder / "result.json").read_text())["models"].values()
+    figures, copy = json.loads((folder / "result.json").read_text())["models"].values()
     shares = figures["coverage"]
+    assert shares == copy["coverage"]
     assert shares["expert, noise none"] < 0.05 and shares["expert, noise random"] > 0.5
     assert "its imagined success is a guess" in (folder / "report.html").read_text()

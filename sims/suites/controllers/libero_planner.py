@@ -394,16 +394,16 @@ class Planner:
         """Yield actions that move the site over everything on the way to above `target` [3]."""
         points, start = self._cloud.points(self.data), self.position
         lowest, radius = start[2] - TIP, 0.12
-        others = np.ones(len(points), bool)
+        is_other = np.ones(len(points), bool)
         if held is not None:
             thing = self._cloud.root == self._root(held)
-            others = ~thing
+            is_other = ~thing
             lowest = min(lowest, points[thing, 2].min())
             radius = max(radius, float(np.linalg.norm((points[thing] - start)[:, :2], axis=1).max()) + 0.02)
         way = (target - start)[:2]
-        along = np.clip((points[others, :2] - start[:2]) @ way / max(float(way @ way), 1e-9), 0, 1)
-        beside = np.linalg.norm(points[others, :2] - start[:2] - along[:, None] * way, axis=1)
-        highest = points[others][beside < radius, 2].max(initial=self._floor)
+        along = np.clip((points[is_other, :2] - start[:2]) @ way / max(float(way @ way), 1e-9), 0, 1)
+        beside = np.linalg.norm(points[is_other, :2] - start[:2] - along[:, None] * way, axis=1)
+        highest = points[is_other][beside < radius, 2].max(initial=self._floor)
         height = max(highest + (start[2] - lowest) + 0.015, target[2])
         if height > start[2] + 0.01:
             yield from self.servo(np.append(start[:2], height), self.rotation, grip, near=0.02, turn=1.0)
@@ -501,11 +501,11 @@ class Planner:
 
     def drag(self, name: str, places: np.ndarray) -> Actions:
         """Yield actions that press closed fingers on a flat thing and drag its origin to one of `places` [N, 2]."""
-        points, mine = self._cloud.points(self.data), self._cloud.root == self._root(name)
-        thing, others = points[mine], points[~mine]
+        points, is_thing = self._cloud.points(self.data), self._cloud.root == self._root(name)
+        thing, obstacles = points[is_thing], points[~is_thing]
         origin = self._origin(name)
         radius = float(np.linalg.norm((thing - origin)[:, :2], axis=1).max())
-        low = others[(others[:, 2] > self._floor + 0.004) & (others[:, 2] < thing[:, 2].max() + 0.02), :2]
+        low = obstacles[(obstacles[:, 2] > self._floor + 0.004) & (obstacles[:, 2] < thing[:, 2].max() + 0.02), :2]
         path = way_around(origin[:2], places, low, radius + 0.006)
         if path is None:
             path = np.stack([origin[:2], places.mean(0)])
@@ -515,7 +515,7 @@ class Planner:
 
         def hits(yaw: float) -> float:
             """Return the number of points in the hand's way, plus a little for every turn."""
-            return sum(int(hand_hits(others, end, downward(yaw), 0.0).sum()) for end in ends) + abs(yaw - np.pi / 2)
+            return sum(int(hand_hits(obstacles, end, downward(yaw), 0.0).sum()) for end in ends) + abs(yaw - np.pi / 2)
 
         rotation = downward(min(np.linspace(0.0, np.pi, 9), key=hits))
         yield from self.travel(start, rotation, CLOSE)
@@ -559,8 +559,8 @@ class Planner:
     def _spot(self, goal: Sequence[str], kept: Spot | None = None) -> Spot | None:
         """Return a spot to release the held thing of a goal; kept: a spot whose heights alone are computed anew."""
         points = self._cloud.points(self.data)
-        mine = self._cloud.root == self._root(goal[1])
-        thing, others = points[mine], points[~mine]
+        is_thing = self._cloud.root == self._root(goal[1])
+        thing, rest = points[is_thing], points[~is_thing]
         origin = self._origin(goal[1])
         places = self._places(goal)
         middle = places.mean(0)
@@ -570,7 +570,7 @@ class Planner:
             sides = middle + 0.5 * np.diag(np.ptp(places, axis=0) / 2)[np.argmax(np.ptp(places, axis=0))] * [[1], [-1]]
             wanted = sides[np.argmin(np.linalg.norm(sides - self._before, axis=1))]
         reach = np.ptp(places, axis=0).max() / 2 + np.abs(thing - origin)[:, :2].max() + 0.15
-        near = others[(np.abs(others[:, :2] - middle) < reach).all(1)]
+        near = rest[(np.abs(rest[:, :2] - middle) < reach).all(1)]
         site, closing = self.position - origin, self.rotation[:, 0]
         scene = HeightMap(near, middle - reach, middle + reach)
         spots = []
