@@ -3,7 +3,8 @@
 papers.yaml has the experiments: a claim, the settings of a method and of the baseline that it is compared with, and the
 metric that the claim is about. All runs of a seed start from the same pre-trained policy and the same initial states;
 baselines with equal settings are run once. Every run is one file, <task>/runs/<label>/<seed>.json, so an interrupted
-benchmark resumes with what is missing.
+benchmark resumes with what is missing. A claim that is not about the outcome of fine-tuning names a function instead,
+`measured_by`, which measures both (`paper_measurements`); its file is measured/<name>/<seed>.json.
 
 Rule, in `evaluation.paper_effects`: a success rate is "shown" (or "reversed") if the 95 % interval of the difference,
 pooled over seeds, excludes 0 and no seed contradicts it; another metric if the worst seed of one is better than the
@@ -39,6 +40,7 @@ from robopolicy.building.policies import choose_device, load_trainable
 from robopolicy.building.worlds import build_collection_world, build_critic, build_world
 from robopolicy.configuration import Config, compose
 from robopolicy.core.policy import Policy
+from robopolicy.core.registry import load_dotted
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.structured import narrowed
@@ -131,11 +133,35 @@ class Experiment:
     method: Arm
 
 
-def read_experiments(path: Path = FILE) -> tuple[dict[str, Experiment], dict[str, str]]:
+@dataclass(frozen=True)
+class Measurement:
+    """A paper's claim that one function measures. names: of baseline and method in tables.
+
+    metric: what the two values are; better: "over" or "under" the baseline; world: where they are measured; function:
+    import path of (config, folder of the benchmark, seed) -> {"baseline": value, "method": value}, numbers or success
+    rates with their episodes.
+    """
+
+    claim: str
+    metric: str
+    better: str
+    world: str
+    names: tuple[str, str]
+    function: str
+
+
+def read_experiments(path: Path = FILE) -> tuple[dict[str, Experiment | Measurement], dict[str, str]]:
     """Return the experiment of each paper by id, and for each paper without one the reason."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    experiments: dict[str, Experiment] = {}
+    experiments: dict[str, Experiment | Measurement] = {}
     for paper, row in content["experiments"].items():
+        if "measured_by" in row:
+            names = row["baseline"], row.get("name", paper)
+            better = row.get("better", "over")
+            experiments[paper] = Measurement(
+                row["claim"], row["metric"], better, row["world"], names, row["measured_by"]
+            )
+            continue
         scene = content["scenes"][row["scene"]]
         like = content["scenes"][scene["like"]]["settings"] if "like" in scene else ()
         common = (*like, *scene["settings"], *row.get("both", ()))
@@ -182,6 +208,21 @@ def run_arm(config: Config, root: Path, arm: Arm, seed: int) -> dict[str, Any]:
         run_config = composed(config, root, arm, seed)
         output.print(Rule(f"{arm.task}, {arm.base}, seed {seed}: {' '.join(arm.settings)}", align="left"))
         write_json(path, {"settings": list(arm.settings), **tuned(run_config, arm.task)})
+    return read_json(path)
+
+
+def measured_path(root: Path, measurement: Measurement, seed: int) -> Path:
+    """Return the file with the values of a measurement."""
+    return root / "measured" / measurement.function.rpartition(":")[2] / f"{seed}.json"
+
+
+def measured(config: Config, root: Path, measurement: Measurement, seed: int) -> dict[str, Any]:
+    """Return {"baseline": {"value": ...}, "method": {"value": ...}}, measured if it is missing."""
+    path = measured_path(root, measurement, seed)
+    if not path.exists():
+        output.print(Rule(f"{measurement.function}, seed {seed}", align="left"))
+        values = load_dotted(measurement.function, "measured_by")(config, root, seed)
+        write_json(path, {part: {"value": values[part]} for part in ("baseline", "method")})
     return read_json(path)
 
 
@@ -233,7 +274,11 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
     names = chosen_from(config, experiments)
     for seed in config.bench.seeds:
         for name in names:
-            for arm in (experiments[name].baseline, experiments[name].method):
+            experiment = experiments[name]
+            if isinstance(experiment, Measurement):
+                measured(config, root, experiment, seed)
+                continue
+            for arm in (experiment.baseline, experiment.method):
                 run_arm(config, root, arm, seed)
     return collected(root, names, config.bench.seeds)
 
@@ -244,29 +289,30 @@ def collected(root: Path, names: Sequence[str], seeds: Sequence[int]) -> dict[st
     rows: dict[str, Any] = {}
     for name in names:
         if each := {str(seed): found for seed in seeds if (found := _results(root, experiments[name], seed))}:
-            experiment, metric = experiments[name], METRICS[experiments[name].metric]
-            shared = [item for item in experiment.method.settings if item in experiment.baseline.settings]
-            rows[name] = {
-                "claim": experiment.claim,
-                "metric": metric.text,
-                "better": metric.better,
-                "task": experiment.method.task,
-                "base": experiment.method.base,
-                "names": list(experiment.names),
-                "settings": {
-                    "both": shared,
-                    **{
-                        part: [item for item in arm.settings if item not in shared]
-                        for part, arm in (("baseline", experiment.baseline), ("method", experiment.method))
-                    },
-                },
-                "seeds": each,
-            }
+            rows[name] = {**_described(experiments[name]), "seeds": each}
     return {"experiments": rows, "reasons": reasons}
 
 
-def _results(root: Path, experiment: Experiment, seed: int) -> dict[str, Any] | None:
+def _described(experiment: Experiment | Measurement) -> dict[str, Any]:
+    """Return claim, metric, task, names of the arms and their settings."""
+    row: dict[str, Any] = {"claim": experiment.claim}
+    if isinstance(experiment, Measurement):
+        row |= {"metric": experiment.metric, "better": experiment.better, "task": experiment.world}
+        return row | {"names": list(experiment.names), "measured_by": experiment.function}
+    metric = METRICS[experiment.metric]
+    shared = [item for item in experiment.method.settings if item in experiment.baseline.settings]
+    row |= {"metric": metric.text, "better": metric.better, "task": experiment.method.task}
+    row |= {"base": experiment.method.base, "names": list(experiment.names), "settings": {"both": shared}}
+    for part, arm in (("baseline", experiment.baseline), ("method", experiment.method)):
+        row["settings"][part] = [item for item in arm.settings if item not in shared]
+    return row
+
+
+def _results(root: Path, experiment: Experiment | Measurement, seed: int) -> dict[str, Any] | None:
     """Return the results of both arms, None if one is missing; "identical" says that both learned the same."""
+    if isinstance(experiment, Measurement):
+        path = measured_path(root, experiment, seed)
+        return {**read_json(path), "identical": False} if path.exists() else None
     arms = {"baseline": experiment.baseline, "method": experiment.method}
     paths = {part: root / arm.task / "runs" / arm.label / f"{seed}.json" for part, arm in arms.items()}
     if not all(path.exists() for path in paths.values()):
@@ -295,20 +341,25 @@ def _course(run: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return the table of all experiments, and that of papers without one."""
-    header = ["paper", "claim", "compared", "metric", "success, baseline", "success, method", "effect"]
+    header = ["paper", "claim", "compared", "metric", "baseline", "method", "effect"]
     lines = []
     for paper, row in figures["experiments"].items():
-        rates = [
-            spread_text(each[part]["success"]["success_rate"] for each in row["seeds"].values())
-            for part in ("baseline", "method")
-        ]
+        rates = [_spread(list(row["seeds"].values()), part) for part in ("baseline", "method")]
         compared = f"{row['names'][1]} against {row['names'][0]}, {row['task']}"
         lines.append([paper, row["claim"], compared, row["metric"], *rates, experiment_text(row)])
     reasons = [[paper, reason] for paper, reason in figures["reasons"].items()]
     return [
-        Table("Experiments of papers: mean over seeds (range)", header, lines),
+        Table("Experiments of papers: success, or the metric of a measurement, mean over seeds (range)", header, lines),
         Table("Papers whose claim no small world can show", ["paper", "reason"], reasons),
     ]
+
+
+def _spread(seeds: Sequence[Mapping[str, Any]], part: str) -> str:
+    """Return mean and range of the success of an arm, or of its values where they are none."""
+    values = [each[part].get("success", each[part]["value"]) for each in seeds]
+    if isinstance(values[0], Mapping):
+        return spread_text(each["success_rate"] for each in values)
+    return f"{sum(values) / len(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
 BENCHMARK = Benchmark(

@@ -9,11 +9,23 @@ from marked import marked
 from papers import FILE, README, TESTS, naming, refreshed, written
 
 from robopolicy.benchmarks.mechanisms import ABLATIONS
-from robopolicy.benchmarks.papers import COMMON, METRICS, REFERENCE, collected, last_of_each, read_experiments
+from robopolicy.benchmarks.papers import (
+    COMMON,
+    METRICS,
+    REFERENCE,
+    Experiment,
+    Measurement,
+    collected,
+    last_of_each,
+    measured,
+    read_experiments,
+    tables,
+)
 from robopolicy.benchmarks.runs import BASES, TUNED_BASES
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import DataError
+from robopolicy.core.registry import load_dotted
 from robopolicy.core.storage import write_json
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.paper_effects import (
@@ -177,9 +189,13 @@ def test_every_experiment_is_of_a_paper_and_can_be_run():
     for name in (*experiments, *reasons):
         assert rows[name].status not in UNBUILT and not rows[name].check and not rows[name].figure, name
     for name, experiment in experiments.items():
-        assert experiment.metric in METRICS and experiment.claim.endswith("."), name
+        assert experiment.claim.endswith(".") and len(set(experiment.names)) == 2, name
+        if isinstance(experiment, Measurement):
+            assert callable(load_dotted(experiment.function, name)) and experiment.better in ("over", "under"), name
+            continue
+        assert experiment.metric in METRICS, name
         arms = experiment.baseline, experiment.method
-        assert len({arm.label for arm in arms}) == 2 == len(set(experiment.names)), f"{name}: arms are equal"
+        assert len({arm.label for arm in arms}) == 2, f"{name}: arms are equal"
         for arm in arms:
             referenced = {match for setting in arm.settings for match in REFERENCE.findall(setting)}
             assert {arm.base, *referenced} <= {*BASES, *TUNED_BASES, "demonstrations"}, name
@@ -188,10 +204,16 @@ def test_every_experiment_is_of_a_paper_and_can_be_run():
 
 
 def test_arms_with_equal_settings_are_one_run():
-    experiments, _ = read_experiments()
-    assert experiments["BNPO"].baseline.label == experiments["SEED-GRPO"].baseline.label
-    assert experiments["BNPO"].baseline.label != experiments["BNPO"].method.label
+    bnpo, seed_grpo = experiment_of("BNPO"), experiment_of("SEED-GRPO")
+    assert bnpo.baseline.label == seed_grpo.baseline.label != bnpo.method.label
     assert last_of_each(("a=1", "b=2", "a=3")) == ("a=3", "b=2")
+
+
+def experiment_of(paper: str) -> Experiment:
+    """Return an experiment of two runs."""
+    experiment = read_experiments()[0][paper]
+    assert isinstance(experiment, Experiment)
+    return experiment
 
 
 def run_of(successes: int, gradient: float) -> dict:
@@ -202,7 +224,7 @@ def run_of(successes: int, gradient: float) -> dict:
 
 def experiment_row(root: Path, *successes: tuple[int, int], gradients: tuple[float, float] = (1.0, 2.0)) -> dict:
     """Return the published row of BNPO whose seeds had these successes, baseline and method."""
-    experiment = read_experiments()[0]["BNPO"]
+    experiment = experiment_of("BNPO")
     for seed, counts in enumerate(successes):
         for arm, count, gradient in zip((experiment.baseline, experiment.method), counts, gradients, strict=True):
             write_json(root / arm.task / "runs" / arm.label / f"{seed}.json", run_of(count, gradient))
@@ -220,6 +242,34 @@ def test_an_experiment_shows_an_effect_if_no_seed_contradicts_it(tmp_path: Path)
     assert text.startswith("1 of 3 seeds so far: +50.0 points"), "too few for a result"
     equal = experiment_row(tmp_path / "e", (20, 20), (20, 20), (40, 40), gradients=(1.0, 1.0))
     assert experiment_text(equal) == "no effect shown: both learned the same"
+
+
+def test_a_measurement_is_made_once_a_seed_and_judged_by_the_same_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measurement = read_experiments()[0]["V0"]
+    assert isinstance(measurement, Measurement)
+    calls = []
+
+    def predicted(config, root, seed):
+        calls.append(seed)
+        return {"baseline": 0.2 + seed / 100, "method": 0.1}
+
+    monkeypatch.setattr(measurement.function.replace(":", "."), predicted)
+    for seed in (0, 1, 1, 2):
+        values = measured(compose([]), tmp_path, measurement, seed)
+    assert calls == [0, 1, 2] and values == {"baseline": {"value": 0.22}, "method": {"value": 0.1}}
+    figures = collected(tmp_path, ["V0", "LatentSeek"], range(3))
+    assert figures["experiments"].keys() == {"V0"}
+    row = figures["experiments"]["V0"]
+    assert experiment_text(row) == "shown: 0.1 (0.1 to 0.1) against 0.21 (0.2 to 0.22) (Brier score)"
+    line = tables(figures)[0].lines[0]
+    assert line[4:6] == ["0.21 (0.2 to 0.22)", "0.1 (0.1 to 0.1)"]
+    (tmp_path / "measured").rename(tmp_path / "elsewhere")
+    rates = {"baseline": {"value": rate(20, 80)}, "method": {"value": rate(60, 80)}}
+    for seed in range(3):
+        write_json(tmp_path / "measured" / measurement.function.rpartition(":")[2] / f"{seed}.json", rates)
+    figures = collected(tmp_path, ["V0"], range(3))
+    assert experiment_text(figures["experiments"]["V0"]).startswith("shown: +50.0 points")
+    assert tables(figures)[0].lines[0][4:6] == ["25.0 % (25.0 to 25.0)", "75.0 % (75.0 to 75.0)"]
 
 
 def test_a_preset_whose_effect_is_reversed_says_so():
