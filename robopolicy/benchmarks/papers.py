@@ -165,9 +165,9 @@ def read_experiments(path: Path = FILE) -> tuple[dict[str, Experiment | Measurem
         scene = content["scenes"][row["scene"]]
         like = content["scenes"][scene["like"]]["settings"] if "like" in scene else ()
         common = (*like, *scene["settings"], *row.get("both", ()))
+        bases = dict.fromkeys(("against", "method"), row.get("base", scene["base"])) | row.get("bases", {})
         baseline, method = (
-            Arm(scene["task"], row.get("base", scene["base"]), last_of_each((*common, *row.get(part, ()))))
-            for part in ("against", "method")
+            Arm(scene["task"], base, last_of_each((*common, *row.get(part, ())))) for part, base in bases.items()
         )
         names = (row.get("baseline", scene["baseline"]), row.get("name", paper))
         experiments[paper] = Experiment(row["claim"], row.get("metric", "success"), names, baseline, method)

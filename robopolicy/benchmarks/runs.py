@@ -40,6 +40,9 @@ TOKEN = (
 COARSE = ("policy.token.bins=7", "policy.token.width=64", "policy.token.depth=2", "policy.token.feed_forward=128")
 """Of a token policy with few bins and a small model: it explores more, and learns within a dozen iterations."""
 
+MASKED = "policy.token.decoding=masked", "train.fit.steps=300"
+"""Of a token policy that decodes several tokens in one pass: of a chunk's eight, three passes in either schedule."""
+
 LESS_NOISE = "policy.min_sampling_std=0.05", "policy.min_logprob_std=0.05"
 """Of flows that learn their noise, within bounds above these."""
 
@@ -133,6 +136,8 @@ BASES = {
     "token_novice": Changes((*TOKEN, "train.fit.steps=150")),
     "small_token": Changes((*TOKEN, *COARSE, "train.fit.steps=300")),
     "small_token_novice": Changes((*TOKEN, *COARSE, "train.fit.steps=100")),
+    "masked_even": Changes((*TOKEN, *COARSE, *MASKED, "policy.token.decode_steps=3")),
+    "masked_ascending": Changes((*TOKEN, *COARSE, *MASKED, "policy.token.decode_schedule=ascending")),
     "coarse_token": Changes((*TOKEN, COARSE[0], "train.fit.steps=800")),
     "matching": Changes(("policy.kind=flow", "policy.likelihood=matching")),
     "noisy_flow": Changes(("policy.kind=flow", "policy.flow_noise=learned", *LESS_NOISE)),

@@ -29,7 +29,7 @@ RARE = {
     "EdmConfig": "sigma_data log_mean log_std sigma_min sigma_max order churn offset_noise",
     "JointConfig": "heads policy_fraction aggregate",
     "JointVideoConfig": "discount aggregate",
-    "TokenConfig": "frequencies decode_steps heads prompt lora_alpha entropy_temperature",
+    "TokenConfig": "frequencies heads prompt lora_alpha entropy_temperature",
     "EnsembleConfig": "head_width success sample beta positive_fraction rollout_step_ratio rollout_steps",
     "LatentEnsembleConfig": "encoder_step_ratio readout_step_ratio drawing_step_ratio",
     "RssmConfig": "deter blocks hidden stochastic classes channels reward_scale observed_fraction sample",

@@ -29,6 +29,7 @@ FAULTS = Registry(
             ("moved_goal", "MovedGoal"),
             ("blackout", "Blackout"),
             ("frozen_joint", "FrozenJoint"),
+            ("protective_stop", "ProtectiveStop"),
             ("latency", "Latency"),
             ("sensor_offset", "SensorOffset"),
         )
@@ -183,27 +184,56 @@ class Blackout(Fault):
         return frames
 
 
-class FrozenJoint(Fault):
-    """One element of the action, drawn per episode, has no effect: a position stays, a velocity or difference is 0."""
+class _Held(Fault):
+    """Elements of the action have no effect from a step on: a position stays, a velocity or difference is 0."""
+
+    name = ""
 
     def __init__(self, world: World):
         super().__init__(world)
         action = world.spec.action
         if len(action.shape) != 1:
-            raise _impossible("frozen_joint", world, f"its actions have shape {list(action.shape)}, not [A]")
+            raise _impossible(self.name, world, f"its actions have shape {list(action.shape)}, not [A]")
         self._keeps = np.array(keeps_value("zero", POSITIONS, action.names, action.size, action.unit))
         self._still = np.clip(np.zeros(action.size), action.low, action.high)
         self.arrays = {"kept": np.zeros((world.batch_size, action.size))}
 
+    def held(self, onset: Onset, size: int) -> Array:
+        """Return a mask [B, C, A] of the elements without effect, size A, or one that broadcasts."""
+        raise NotImplementedError
+
     def act(self, actions: Array, onset: Onset) -> Array:
         """Implement `Fault.act`: actions [B, C, A]."""
-        kept_values, since = self.arrays["kept"], onset.since
-        row, place = np.nonzero(since == -1)
+        kept_values = self.arrays["kept"]
+        row, place = np.nonzero(onset.since == -1)
         kept_values[row] = actions[row, place]
-        size = actions.shape[-1]
+        still = np.where(self._keeps, kept_values, self._still)[:, None]
+        return np.where(self.held(onset, actions.shape[-1]), still, actions)
+
+
+class FrozenJoint(_Held):
+    """One element of the action, drawn per episode, has no effect: a position stays, a velocity or difference is 0."""
+
+    name = "frozen_joint"
+
+    def held(self, onset: Onset, size: int) -> Array:
+        """Implement `_Held.held`: bool [B, C, A]."""
         element = np.floor(uniforms(onset.keys, 1)[:, 0] * size).astype(np.int64)
-        frozen = (np.arange(size) == element[:, None])[:, None] & (since >= 0)[..., None]
-        return np.where(frozen, np.where(self._keeps, kept_values, self._still)[:, None], actions)
+        return (np.arange(size) == element[:, None])[:, None] & (onset.since >= 0)[..., None]
+
+
+class ProtectiveStop(_Held):
+    """The robot stands still for `steps` control steps: positions stay, velocities and differences are 0."""
+
+    name = "protective_stop"
+
+    def __init__(self, world: World, steps: int = 20):
+        super().__init__(world)
+        self._steps = _positive("protective_stop.steps", steps)
+
+    def held(self, onset: Onset, size: int) -> Array:
+        """Implement `_Held.held`: bool [B, C, 1]."""
+        return ((onset.since >= 0) & (onset.since < self._steps))[..., None]
 
 
 class Latency(Fault):

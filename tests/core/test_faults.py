@@ -70,17 +70,24 @@ def test_faults_follow_from_the_seed_and_a_share_of_the_episodes_has_none():
     assert plan is not None and again is not None and plan.names == again.names[::-1]
     names, counts = np.unique(plan.names, return_counts=True)
     assert set(names) == {"", *ALL}
-    # .2 without, .8 / 6 with each: four standard errors of a binomial share
-    expected = np.array([0.2 if not name else 0.8 / 6 for name in names])
+    # .2 without, an equal part of .8 with each: four standard errors of a binomial share
+    expected = np.array([0.2 if not name else 0.8 / len(ALL) for name in names])
     assert (np.abs(counts / 3000 - expected) < 4 * np.sqrt(expected * (1 - expected) / 3000)).all()
     low, high = (round(share * world.spec.horizon) for share in WINDOW)
     assert (plan.begins.min(), plan.begins.max()) == (low, high)
     assert fault_plan(make_world("pick_place", 2), seeds) is None
 
 
-@pytest.mark.parametrize("fault", ["frozen_joint", "latency"])
-def test_actions_are_changed_from_the_begin_on(fault):
-    faulty, plain, *_ = pair("push_cube", {"latency": {"steps": 3}} if fault == "latency" else fault)
+@pytest.mark.parametrize(
+    ("fault", "setting"),
+    [
+        ("frozen_joint", "frozen_joint"),
+        ("protective_stop", {"protective_stop": {"steps": 6}}),
+        ("latency", {"latency": {"steps": 3}}),
+    ],
+)
+def test_actions_are_changed_from_the_begin_on(fault, setting):
+    faulty, plain, *_ = pair("push_cube", setting)
     start, draws = begins(faulty), np.random.default_rng(0)
     actions = draws.uniform(-1, 1, (4, 40, 2))
     changed = actions.copy()
@@ -88,6 +95,8 @@ def test_actions_are_changed_from_the_begin_on(fault):
         for step in range(begin, 40):
             if fault == "latency":  # the last action in time goes on, then everything is three steps late
                 changed[row, step] = actions[row, max(step - 3, begin - 1)]
+            elif fault == "protective_stop":  # velocities are 0 for six steps
+                changed[row, step] = 0.0 if step < begin + 6 else actions[row, step]
             else:
                 frozen = faulty.faults["frozen_joint"]
                 element = int(np.floor(2 * draw_of(faulty, row)))
@@ -203,7 +212,7 @@ def test_outcomes_are_those_of_any_batch_size_and_counted_by_fault():
     restored = EvaluationResult.from_json(first.to_json())
     assert restored.faults == first.faults and restored.by_fault() == by_fault
     table = fault_table([("policy", first.to_json())])
-    assert table is not None and table[0] == ["fault", "began", "policy"] and len(table[1]) == 7
+    assert table is not None and table[0] == ["fault", "began", "policy"] and len(table[1]) == len(ALL) + 1
 
 
 def test_what_a_world_cannot_do_is_refused_by_name():

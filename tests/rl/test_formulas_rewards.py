@@ -232,6 +232,37 @@ def test_answers_agree_on_what_has_not_varied_and_get_its_unit_once_it_does():
 
 
 @pytest.mark.checks("rewards/majority_label")
+def test_the_answer_can_be_where_the_object_ends_alone():
+    """Three of four objects end at the same place, each at another speed."""
+    rollouts = make_rollouts([1] * 4, [0] * 4, [1.0, 0.0, 0.0, 0.0])
+    rollouts = rollouts.with_extras(start=torch.full(rollouts.shape, 7))
+    final = torch.tensor([[0.0, 1.0], [4.0, 2.0], [4.0, 3.0], [4.0, 4.0]])
+    seen = replace(rollouts, next_observation={STATE: final[:, None, None]})
+    shares = []
+    for elements in (None, {STATE: (0,)}):
+        context = Context(torch.Generator(), memory={})
+        experimental_rewards.majority_label(seen, context, resolution=0.5, elements=elements)
+        shares.append(context.memory["majority_label"]["visits"]["7"][0][0])
+    assert shares == [0.25, 0.75]
+    with pytest.raises(ConfigError, match=rf"{STATE} has no elements \[2\]. Sizes: {STATE} 2"):
+        experimental_rewards.majority_label(seen, Context(torch.Generator()), elements={STATE: (2,)})
+
+
+@pytest.mark.checks("rewards/noisy_labels")
+def test_outcomes_of_some_starts_are_inverted_for_all_their_episodes():
+    rollouts = make_rollouts([2] * 200, [row // 2 for row in range(200)], [1.0, 0.0] * 100)
+    starts = (torch.arange(200) // 2)[:, None].expand(rollouts.shape)
+    context = Context(torch.Generator())
+    noisy = experimental_rewards.noisy_labels(rollouts.with_extras(start=starts), context, rate=0.3)
+    errs = noisy.row_success != rollouts.row_success
+    assert torch.equal(errs[::2], errs[1::2]) and 15 < int(errs[::2].sum()) < 45, "30 of 100, both episodes alike"
+    again = experimental_rewards.noisy_labels(rollouts.with_extras(start=starts.flip(0)), context, rate=0.3)
+    assert torch.equal(again.row_success != rollouts.row_success, errs.flip(0)), "by the number of the start"
+    right = experimental_rewards.noisy_labels(rollouts.with_extras(start=starts), context, rate=0.0)
+    assert torch.equal(right.row_success, rollouts.row_success)
+
+
+@pytest.mark.checks("rewards/majority_label")
 def test_a_run_of_an_earlier_version_keeps_the_answers_that_it_has():
     """It had units, of 1e-6 where nothing varied, and measured from 0: 6.2 units of .5 are cell 6."""
     rollouts = make_rollouts([1] * 2, [0] * 2, [1.0, 0.0])

@@ -145,9 +145,9 @@ class WorldSection:
     options: dict[str, Any] = field(default_factory=dict)
     """Additional options of the world, such as world.options.style=3. In any world: latency_steps=d executes every
     action chunk d control steps late and adds the waiting actions to the observation;
-    faults=[slip,moved_goal,blackout,frozen_joint,latency,sensor_offset] plants one of them in a share fault_rate (.8)
-    of the episodes, undisturbed=true shows every field without it too; trial_episodes=2 plays a scene twice;
-    stl="F[1,2](x > 1)" asks for a formula. In MuJoCo: variation={colour: 1, mass: [0.5, 2]}, also light, camera,
+    faults=[slip,moved_goal,blackout,frozen_joint,protective_stop,latency,sensor_offset] plants one of them in a share
+    fault_rate (.8) of the episodes, undisturbed=true shows every field without it too; trial_episodes=2 plays a scene
+    twice; stl="F[1,2](x > 1)" asks for a formula. In MuJoCo: variation={colour: 1, mass: [0.5, 2]}, also light, camera,
     texture, distractors, size, friction: a value, or a range.
     """
 

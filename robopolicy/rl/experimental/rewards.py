@@ -3,7 +3,7 @@ and by chunk.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import integers
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.randomness import derive_keys, derive_seed, uniforms
 from robopolicy.core.registry import is_dotted, load_dotted
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import distinct
@@ -172,6 +173,18 @@ def flawed(
     )
 
 
+@mechanism(Slot.REWARD, "noisy_labels", source="OLR (noisy labels), arXiv:2604.03993", needs=(Need.EPISODES, Need.STARTS))
+def noisy_labels(rollouts: Rollouts, context: Context, *, rate: float = 0.2) -> Rollouts:
+    """Invert the outcome of all episodes of a share `rate` of the initial states, as if their success detector erred.
+
+    To test what is to bear with such detectors: name it before the reward that pays success. Which ones err depends on
+    the number of the initial state alone.
+    """
+    keys = derive_keys(derive_seed(0, "noisy labels"), rollouts.extras["start"][:, 0].cpu().numpy())
+    errs = torch.as_tensor(uniforms(keys, 1)[:, 0] < rate, device=rollouts.group.device)
+    return replace(rollouts, success=last_chunk(rollouts) & (rollouts.row_success ^ errs)[:, None])
+
+
 def rises_to_majority(shares: Sequence[float], answers: Sequence[object], slope: float) -> bool:
     """Whether a majority, of these shares at successive visits, replaces a label: it rises by at least `slope` per
     visit, and the newest answer is the only most frequent one of the visits before. An answer is None after a tie.
@@ -183,6 +196,21 @@ def rises_to_majority(shares: Sequence[float], answers: Sequence[object], slope:
     return float(np.polyfit(np.arange(len(shares)), shares, 1)[0]) >= slope - 1e-9
 
 
+def _ends(rollouts: Rollouts, elements: Mapping[str, Sequence[int]]) -> Tensor:
+    """Return these elements of the newest observation after each row's last chunk, [B, D]; raises ConfigError."""
+    row, last = torch.arange(len(rollouts.group), device=rollouts.group.device), rollouts.alive.sum(1) - 1
+    parts: list[Tensor] = []
+    for key, indices in elements.items():
+        field = rollouts.next_observation.get(key)
+        if not isinstance(field, Tensor) or not indices or max(indices) >= field.shape[-1] or min(indices) < 0:
+            sizes = [f"{name} {value.shape[-1]}" for name, value in rollouts.next_observation.items() if value.ndim == 4]
+            raise ConfigError(
+                f"options.majority_label.elements: {key} has no elements {list(indices)}. Sizes: {', '.join(sizes)}."
+            )
+        parts.append(field[row, last, -1][:, list(indices)])
+    return torch.cat(parts, -1)
+
+
 @mechanism(Slot.REWARD, "majority_label", source="OLR, arXiv:2604.03993", needs=(Need.GROUPS, Need.STARTS))
 def majority_label(
     rollouts: Rollouts,
@@ -191,19 +219,21 @@ def majority_label(
     after: float = 0.3,
     slope: float = 0.05,
     resolution: float = 1.0,
+    elements: Mapping[str, Sequence[int]] | None = None,
     keep: tuple[str, ...] = ("uncertainty",),
 ) -> Rollouts:
     """Where a start's success detector may err: success is to end as the majority of its episodes, once that holds.
 
     A robot's answer is where an episode ends: final states, as differences to their mean in the first iteration,
     divided by the root mean square of an element's differences in the first iteration in which it varies, and rounded
-    to multiples of `resolution`.
+    to multiples of `resolution`. elements: field of the observation -> the elements that are the answer, such as those
+    of an object's place; by default all of all fields, where velocities alone make every end another answer.
     After the fraction `after` of the run, an answer replaces the detector of an initial state where its share rises
     over the visits by at least `slope` each (.025 in the paper for small models), and it was the only most frequent
     answer of earlier visits. Success is then to end there; elsewhere it stays what the detector said. Of the other
     rewards only `keep` stays.
     """
-    final = final_state(rollouts)
+    final = _ends(rollouts, elements) if elements else final_state(rollouts)
     memory = context.memory.setdefault("majority_label", {"spread": [0.0] * final.shape[1], "visits": {}})
     spread = torch.tensor(memory["spread"], device=final.device)
     # Runs of earlier versions, which kept no centre, measured what varied from 0: their answers stay what they are.
