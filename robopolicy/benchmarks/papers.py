@@ -302,7 +302,11 @@ def _described(experiment: Experiment | Measurement) -> dict[str, Any]:
     metric = METRICS[experiment.metric]
     shared = [item for item in experiment.method.settings if item in experiment.baseline.settings]
     row |= {"metric": metric.text, "better": metric.better, "task": experiment.method.task}
-    row |= {"base": ", ".join(dict.fromkeys((experiment.baseline.base, experiment.method.base))), "names": list(experiment.names), "settings": {"both": shared}}
+    row |= {
+        "base": ", ".join(dict.fromkeys((experiment.baseline.base, experiment.method.base))),
+        "names": list(experiment.names),
+        "settings": {"both": shared},
+    }
     for part, arm in (("baseline", experiment.baseline), ("method", experiment.method)):
         row["settings"][part] = [item for item in arm.settings if item not in shared]
     return row

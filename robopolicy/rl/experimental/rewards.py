@@ -173,7 +173,9 @@ def flawed(
     )
 
 
-@mechanism(Slot.REWARD, "noisy_labels", source="OLR (noisy labels), arXiv:2604.03993", needs=(Need.EPISODES, Need.STARTS))
+@mechanism(
+    Slot.REWARD, "noisy_labels", source="OLR (noisy labels), arXiv:2604.03993", needs=(Need.EPISODES, Need.STARTS)
+)
 def noisy_labels(rollouts: Rollouts, context: Context, *, rate: float = 0.2) -> Rollouts:
     """Invert the outcome of all episodes of a share `rate` of the initial states, as if their success detector erred.
 
@@ -203,7 +205,9 @@ def _ends(rollouts: Rollouts, elements: Mapping[str, Sequence[int]]) -> Tensor:
     for key, indices in elements.items():
         field = rollouts.next_observation.get(key)
         if not isinstance(field, Tensor) or not indices or max(indices) >= field.shape[-1] or min(indices) < 0:
-            sizes = [f"{name} {value.shape[-1]}" for name, value in rollouts.next_observation.items() if value.ndim == 4]
+            sizes = [
+                f"{name} {value.shape[-1]}" for name, value in rollouts.next_observation.items() if value.ndim == 4
+            ]
             raise ConfigError(
                 f"options.majority_label.elements: {key} has no elements {list(indices)}. Sizes: {', '.join(sizes)}."
             )
