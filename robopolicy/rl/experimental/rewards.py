@@ -201,17 +201,17 @@ def rises_to_majority(shares: Sequence[float], answers: Sequence[object], slope:
 def _ends(rollouts: Rollouts, elements: Mapping[str, Sequence[int]]) -> Tensor:
     """Return these elements of the newest observation after each row's last chunk, [B, D]; raises ConfigError."""
     row, last = torch.arange(len(rollouts.group), device=rollouts.group.device), rollouts.alive.sum(1) - 1
+    fields = {
+        key: value[row, last, -1] for key, value in rollouts.next_observation.items() if isinstance(value, Tensor)
+    }
     parts: list[Tensor] = []
     for key, indices in elements.items():
-        field = rollouts.next_observation.get(key)
-        if not isinstance(field, Tensor) or not indices or max(indices) >= field.shape[-1] or min(indices) < 0:
-            sizes = [
-                f"{name} {value.shape[-1]}" for name, value in rollouts.next_observation.items() if value.ndim == 4
-            ]
+        if key not in fields or not indices or max(indices) >= fields[key].shape[-1] or min(indices) < 0:
+            sizes = [f"{name} {value.shape[-1]}" for name, value in fields.items()]
             raise ConfigError(
                 f"options.majority_label.elements: {key} has no elements {list(indices)}. Sizes: {', '.join(sizes)}."
             )
-        parts.append(field[row, last, -1][:, list(indices)])
+        parts.append(fields[key][:, list(indices)])
     return torch.cat(parts, -1)
 
 
