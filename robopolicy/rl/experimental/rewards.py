@@ -182,7 +182,8 @@ def noisy_labels(rollouts: Rollouts, context: Context, *, rate: float = 0.2) -> 
     To test what is to bear with such detectors: name it before the reward that pays success. Which ones err depends on
     the number of the initial state alone.
     """
-    keys = derive_keys(derive_seed(0, "noisy labels"), rollouts.extras["start"][:, 0].cpu().numpy())
+    starts = np.array(integers(rollouts.extras["start"][:, 0]))
+    keys = derive_keys(derive_seed(0, "noisy labels"), starts)
     errs = torch.as_tensor(uniforms(keys, 1)[:, 0] < rate, device=rollouts.group.device)
     return replace(rollouts, success=last_chunk(rollouts) & (rollouts.row_success ^ errs)[:, None])
 
