@@ -74,8 +74,9 @@ class MujocoWorld:
     cameras whose images are part of the observation; image_size: their size, see `core.spec.image_sizes`; threads:
     native threads, default one per usable core; terminate_on_success: False continues an episode to its time limit;
     style: 0 for the scene's own materials and lights, other numbers for variations of them (see `render`), with the
-    same physics; variation: factors of variation of the episodes, see `sims.variations`; instructions, phrasing: subset
-    of the task's instructions, and their wording (see `wording`); physics, physics_options: engine that advances the
+    same physics; variation: factors of variation of the episodes, see `sims.variations`; instructions, phrasing,
+    plain_share: subset of the task's instructions, their wording, and how often it is the plain one (see
+    `instruction_set`); physics, physics_options: engine that advances the
     state and its own options, see `sims.physics.protocol`; substeps: physics steps per control step, None for the
     task's own: fewer are cheaper and less accurate; horizon: control steps after which an episode is truncated, None
     for the task's own. `reset` options: "uniforms" [R, task.uniforms], random numbers of the initial state instead of
@@ -99,6 +100,7 @@ class MujocoWorld:
         variation: Mapping[str, Any] | None = None,
         instructions: str = TRAINING,
         phrasing: str = PLAIN,
+        plain_share: float | None = None,
         physics: str = "native",
         physics_options: Mapping[str, Any] | None = None,
         substeps: int | None = None,
@@ -114,7 +116,7 @@ class MujocoWorld:
             if camera not in task.cameras:
                 nearest = did_you_mean(camera, task.cameras)
                 raise CameraError(f"Task '{task.name}' has no camera '{camera}'.{nearest}", task.cameras)
-        self.task, self._wording = task, instruction_set(task, instructions, phrasing)
+        self.task, self._wording = task, instruction_set(task, instructions, phrasing, plain_share)
         self.model = load_model(task, self.substeps)
         if style:
             restyle(self.model, style)

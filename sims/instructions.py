@@ -7,6 +7,7 @@ A task's functions use its plain instructions (`Task.instructions`). A world may
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 
@@ -30,13 +31,15 @@ class InstructionSet:
     """Texts of a world's instructions.
 
     texts: [T]; goals: for each text, the index of the task's instruction with the same meaning, [T]; plain: the task's
-    own instructions [G]; then: for composed texts, the index of the instruction that comes second, [T].
+    own instructions [G]; then: for composed texts, the index of the instruction that comes second, [T]; plain_share:
+    fraction of episodes in the first wording of their instruction, None for equal fractions of all.
     """
 
     texts: tuple[str, ...]
     goals: np.ndarray
     plain: tuple[str, ...]
     then: np.ndarray | None = None
+    plain_share: float | None = None
 
     def meant(self, text: np.ndarray) -> np.ndarray:
         """Return the plain instructions, [...] str, of texts given by index [...] int."""
@@ -59,27 +62,41 @@ class InstructionSet:
         if goal is not None:
             goal_of_row = np.where(np.isin(goal, goals), goal, goal_of_row)
         has_goal = self.goals[None] == goal_of_row[:, None]
-        place = (numbers[:, 1] * has_goal.sum(axis=1)).astype(np.int64)
+        counts = has_goal.sum(axis=1)
+        place = (numbers[:, 1] * counts).astype(np.int64)
+        if self.plain_share is not None:
+            other = (numbers[:, 1] - self.plain_share) / max(1 - self.plain_share, 1e-12)
+            is_plain = (other < 0) | (counts == 1)
+            place = np.where(is_plain, 0, np.minimum(1 + (other * (counts - 1)).astype(np.int64), counts - 1))
         return np.argmax(has_goal.cumsum(axis=1) > place[:, None], axis=1)
 
 
-def instruction_set(task: Task, instructions: str = TRAINING, phrasing: str = PLAIN) -> InstructionSet:
+def instruction_set(
+    task: Task, instructions: str = TRAINING, phrasing: str = PLAIN, plain_share: float | None = None
+) -> InstructionSet:
     """Return the texts of a world of `task`.
 
-    instructions: the training ones, the held-out ones, all, or two in a row (`Task.compositions`); phrasing: plain,
-    paraphrases, or both. Raises ConfigError on other names, when there is nothing of that kind, and on a task with
-    inconsistent texts.
+    instructions: the training ones, the held-out ones, all, two in a row (`Task.compositions`), or those that a pattern
+    matches (as file names: "push the red*"); phrasing: plain, paraphrases, or both, of which the plain one in
+    `plain_share` of the episodes (None: each equally often). Raises ConfigError on other names, when there is nothing
+    of that kind, and on a task with inconsistent texts.
     """
-    _require_known("instructions", instructions, INSTRUCTIONS)
+    patterned = any(fnmatchcase(text, instructions) for text in task.instructions)
+    if not patterned:
+        _require_known("instructions", instructions, INSTRUCTIONS)
     _require_known("phrasing", phrasing, PHRASINGS)
+    if plain_share is not None and (phrasing != ALL or not 0 <= plain_share <= 1):
+        raise ConfigError(f"plain_share={plain_share} is a fraction of episodes, in [0, 1], with phrasing={ALL}.")
     require_consistent(task)
     if instructions == COMPOSED:
         return _composed(task, phrasing)
-    indices = [
-        index
-        for index, text in enumerate(task.instructions)
-        if instructions == ALL or (text in task.held_out) == (instructions == HELD_OUT)
-    ]
+
+    def is_wanted(text: str) -> bool:
+        if patterned:
+            return fnmatchcase(text, instructions)
+        return instructions == ALL or (text in task.held_out) == (instructions == HELD_OUT)
+
+    indices = [index for index, text in enumerate(task.instructions) if is_wanted(text)]
     if not indices:
         raise ConfigError(f"instructions={instructions}: '{task.name}' has none of these (`Task.held_out`).")
     texts: list[str] = []
@@ -96,7 +113,7 @@ def instruction_set(task: Task, instructions: str = TRAINING, phrasing: str = PL
         ]
         texts += wordings
         goals += [index] * len(wordings)
-    return InstructionSet(tuple(texts), np.array(goals), task.instructions)
+    return InstructionSet(tuple(texts), np.array(goals), task.instructions, plain_share=plain_share)
 
 
 def _composed(task: Task, phrasing: str) -> InstructionSet:

@@ -45,6 +45,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
+from robopolicy.evaluation.instructions import PARAPHRASE, with_instruction
 from robopolicy.evaluation.paper_effects import experiment_text
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.rl.registry import Need
@@ -100,6 +101,7 @@ METRICS = {
     "env_steps": Metric("control steps in the simulator", "under", lambda run: run["records"][-1]["env_steps"]),
     "length": Metric("control steps of a success", "under", lambda run: run["length"]),
     "worst_instruction": Metric("success of the worst instruction", "over", lambda run: run["worst_instruction"]),
+    "agreement": Metric("same outcome in other words", "over", lambda run: run["agreement"]),
     "effective_sample_size": Metric("effective sample size", "over", mean_of("sequence_ess")),
     "gradient_norm": Metric("norm of the gradient", "under", mean_of("gradient_norm")),
     "kl": Metric("KL divergence of an iteration", "under", mean_of("kl")),
@@ -252,7 +254,10 @@ def tuned(config: Config, task: str) -> dict[str, Any]:
 
 
 def evaluated(config: Config, world: World, policy: Policy) -> dict[str, Any]:
-    """Return success rates without and with exploration noise, and metrics of the episodes without noise."""
+    """Return success rates without and with exploration noise, and metrics of the episodes without noise.
+
+    Where goals have several wordings: also the rate of episodes whose outcome is the same in other words.
+    """
     seeds = evaluation_seeds(config, EPISODES)
     plain, noisy = (evaluate_policy(world, policy, seeds, deterministic=mode) for mode in (True, False))
     successes = [int(result.success.sum()) for result in (plain, noisy)]
@@ -260,12 +265,16 @@ def evaluated(config: Config, world: World, policy: Policy) -> dict[str, Any]:
         text: float(plain.success[[each == text for each in plain.instructions]].mean())
         for text in sorted(set(plain.instructions))
     }
-    return {
+    result = {
         "success": rate_of(successes[0], EPISODES),
         "noisy": rate_of(successes[1], EPISODES),
         "length": float(plain.lengths[plain.success].mean()) if successes[0] else float(plain.lengths.max()),
         "worst_instruction": min(by_instruction.values(), default=successes[0] / EPISODES),
     }
+    if len(world.spec.instructions) > len(world.spec.goals):
+        other = evaluate_policy(world, with_instruction(policy, PARAPHRASE, world.spec), seeds)
+        result["agreement"] = rate_of(int((other.success == plain.success).sum()), EPISODES)
+    return result
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:

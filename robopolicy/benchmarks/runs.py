@@ -122,6 +122,19 @@ NOISY_LABELS = {
 }
 """What its recipe was before its expert's clean labels; the rows of `bench inference` learned from it."""
 
+HEARD = "collect.episodes=800", "train.fit.steps=1600"
+READS = (
+    "policy.kind=diffusion",
+    "policy.prediction_steps=4",
+    "policy.sampling_steps=5",
+    "policy.min_sampling_std=0.3",
+    "policy.min_logprob_std=0.3",
+    "policy.text_encoder=film",
+    *HEARD,
+)
+"""A diffusion policy that reads instructions, for push_choice, whose recipe has a token policy."""
+ALL_WORDS = "world.options.phrasing=all"
+
 BASES = {
     "diffusion": Changes(),
     "flow": Changes(("policy.kind=flow",)),
@@ -140,12 +153,16 @@ BASES = {
     "masked_ascending": Changes((*TOKEN, *COARSE, *MASKED, "policy.token.decode_schedule=ascending")),
     "coarse_token": Changes((*TOKEN, COARSE[0], "train.fit.steps=800")),
     "matching": Changes(("policy.kind=flow", "policy.likelihood=matching")),
+    "words": Changes((*READS, ALL_WORDS)),
+    "mostly_plain": Changes((*READS, ALL_WORDS, "world.options.plain_share=0.98")),
+    "rarely_plain": Changes((*READS, ALL_WORDS, "world.options.plain_share=0.01")),
     "noisy_flow": Changes(("policy.kind=flow", "policy.flow_noise=learned", *LESS_NOISE)),
 }
 """Pre-trained policies by name. few, many: how many demonstrations; novice: training stopped while success is rare.
 Token policies need more than the dozen demonstrations of pick_place. hundred_steps, ten_steps...: of denoising.
 hidden_words: words are dropped at random, so that a policy tolerates words that it never saw. coarse_token: a teacher
-with the tokens of small_token; matching: a flow that scores any action.
+with the tokens of small_token; matching: a flow that scores any action. Of push_choice:
+words heard all wordings equally often, mostly_plain and rarely_plain the plain one in 98 or 1 % of the episodes.
 """
 
 RECIPES = {
@@ -229,7 +246,7 @@ def demonstrations(root: Path, task: str, seed: int, name: str = "data") -> Path
 
 def recorded_for(task: str, base: str) -> tuple[str, list[str]]:
     """Return the run name of a base policy's demonstrations, and the settings of their recording."""
-    settings = [setting for setting in BASES[base].of(task) if setting.startswith("collect.")]
+    settings = [setting for setting in BASES[base].of(task) if setting.startswith(("collect.", "world.options."))]
     return f"data_{base}" if settings else "data", settings
 
 

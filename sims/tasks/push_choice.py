@@ -16,6 +16,16 @@ from sims.tasks.push_cube import CONTACT, PUSHER, PUSHER_FIELD, TARGET, control,
 TOLERANCE = 0.05  # m, so that the cube's centre lies on the disc
 CUBES, GOALS = ("red", "blue"), ("left", "right")
 INSTRUCTIONS = tuple(f"push the {cube} cube to the {goal} goal" for cube in CUBES for goal in GOALS)
+_OTHER_NAMES = {"red": "crimson", "blue": "azure", "left": "west", "right": "east"}
+_PUSH = ("move the {0} block to the {1}", "the {0} cube goes to the {1} goal", "to the {1} goal with the {0} block")
+PARAPHRASES = {
+    f"push the {cube} cube to the {goal} goal": tuple(
+        text.format(_OTHER_NAMES[cube], _OTHER_NAMES[goal]) for text in _PUSH
+    )
+    for cube in CUBES
+    for goal in GOALS
+}
+"""No colour or side has the name that it has in the plain words: who knows one wording does not understand another."""
 
 
 _CUBE = "{0}_x {0}_y {0}_cos {0}_sin {0}_velocity_x {0}_velocity_y {0}_spin"
@@ -161,6 +171,7 @@ def task() -> Task:
         potential=potential,
         succeeded=succeeded,
         expert=PushChoiceExpert,
+        paraphrases=PARAPHRASES,
         markers=markers,
         disturbances={SLIP: push_both_away},
     )

@@ -4,7 +4,9 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from marked import marked
 from papers import FILE, README, TESTS, naming, refreshed, written
 
@@ -16,6 +18,7 @@ from robopolicy.benchmarks.papers import (
     Experiment,
     Measurement,
     collected,
+    evaluated,
     last_of_each,
     measured,
     read_experiments,
@@ -25,7 +28,9 @@ from robopolicy.benchmarks.runs import BASES, TUNED_BASES
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import DataError
+from robopolicy.core.policy import Decision
 from robopolicy.core.registry import load_dotted
+from robopolicy.core.spec import TASK, PolicySpec, WorldSpec
 from robopolicy.core.storage import write_json
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.paper_effects import (
@@ -43,6 +48,8 @@ from robopolicy.runs import run_path
 from robopolicy.verbs.bench import BENCHMARKS
 from robopolicy.verbs.pipeline import stages_of
 from robopolicy.verbs.verb import VERBS
+from sims.registry import make_world
+from sims.tasks.push_choice import INSTRUCTIONS, PushChoiceExpert
 
 ROWS, MARKS = papers(), marked(TESTS)
 NUMBER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
@@ -270,6 +277,38 @@ def test_a_measurement_is_made_once_a_seed_and_judged_by_the_same_rule(tmp_path:
     figures = collected(tmp_path, ["V0"], range(3))
     assert experiment_text(figures["experiments"]["V0"]).startswith("shown: +50.0 points")
     assert tables(figures)[0].lines[0][4:6] == ["25.0 % (25.0 to 25.0)", "75.0 % (75.0 to 75.0)"]
+
+
+class ReadsPlainWords:
+    """The expert of push_choice under its plain instructions, and idle under others."""
+
+    def __init__(self, spec: WorldSpec):
+        self.spec = PolicySpec(spec.observation, spec.action, 1, 1, 1, 0, spec.fps, spec.instructions)
+        self.expert = PushChoiceExpert()
+
+    def reset(self, rows=None) -> None:
+        self.expert.reset(rows)
+
+    def act(self, observation, generator, *, deterministic=False) -> Decision:
+        texts = observation[TASK]
+        arrays = {key: value.numpy() for key, value in observation.items() if key != TASK}
+        reads = np.isin(texts, INSTRUCTIONS)[:, None]
+        actions = np.where(reads, self.expert.act({**arrays, TASK: np.array(texts)}), 0.0)
+        return Decision(torch.as_tensor(actions, dtype=torch.float32)[:, None])
+
+
+def test_outcomes_are_compared_with_those_in_other_words_where_there_are_some(monkeypatch: pytest.MonkeyPatch):
+    """Of episodes in plain words all succeed, and fail in others; those in other words fail in all."""
+    monkeypatch.setattr("robopolicy.benchmarks.papers.EPISODES", 40)
+    for phrasing in ("all", "plain"):
+        world = make_world("push_choice", 40, phrasing=phrasing)
+        result = evaluated(compose(["recipe=push_choice"]), world, ReadsPlainWords(world.spec))
+        world.close()
+        if phrasing == "all":
+            rate = result["success"]["success_rate"]
+            assert 0.1 < rate < 0.5 and result["agreement"]["success_rate"] == pytest.approx(1 - rate)
+        else:
+            assert result["success"]["success_rate"] > 0.9 and "agreement" not in result
 
 
 def test_a_preset_whose_effect_is_reversed_says_so():

@@ -10,7 +10,7 @@ from robopolicy.core.spec import TASK, WorldSpec
 from robopolicy.testing.world import check_world
 from sims.engine import MujocoWorld
 from sims.instructions import WithPlainInstructions, instruction_set
-from sims.registry import load_task, make_world
+from sims.registry import load_task
 from sims.tasks.push_choice import INSTRUCTIONS
 
 OTHERS = {text: (text.replace("push", "shove"), text.replace("push", "bring")) for text in INSTRUCTIONS}
@@ -39,6 +39,13 @@ def test_training_gives_what_is_not_held_out_evenly_and_all_gives_everything(tas
     assert np.array_equal(texts[kept], everything[kept])  # what the task drew stays, where it may
 
 
+def test_a_pattern_gives_the_instructions_that_it_matches(task):
+    assert set(drawn(task, instructions="push the red*")) == set(INSTRUCTIONS[:2])
+    assert set(drawn(task, instructions=INSTRUCTIONS[3])) == {INSTRUCTIONS[3]}, "one that is held out, too"
+    blue = instruction_set(task, "*blue*", "all")
+    assert len(blue.texts) == 6 and {str(text) for text in blue.meant(np.arange(6))} == set(INSTRUCTIONS[2:])
+
+
 def test_paraphrases_say_the_same_in_every_wording(task):
     plain = drawn(task)
     for phrasing, count in (("paraphrased", 2), ("all", 3)):
@@ -47,6 +54,17 @@ def test_paraphrases_say_the_same_in_every_wording(task):
         assert min((instructions == text).sum() for text in set(instructions)) > 400 / (3 * count) / 2
         meant = [next((key for key, others in OTHERS.items() if text in others), text) for text in instructions]
         assert meant == list(plain)
+
+
+def test_the_plain_words_may_be_said_more_often_than_others(task):
+    texts = drawn(task, phrasing="all", plain_share=0.7)
+    places = {text: place for plain, others in OTHERS.items() for place, text in enumerate((plain, *others))}
+    shares = np.bincount([places[text] for text in texts]) / len(texts)
+    assert shares == pytest.approx([0.7, 0.15, 0.15], abs=0.06)
+    assert set(drawn(task, phrasing="all", plain_share=1.0)) == set(INSTRUCTIONS[:3])
+    assert not set(drawn(task, phrasing="all", plain_share=0.0)) & set(INSTRUCTIONS)
+    with pytest.raises(ConfigError, match=r"plain_share=0.5 is a fraction of episodes, in \[0, 1\], with phrasing=all"):
+        MujocoWorld(task, 1, plain_share=0.5)
 
 
 @pytest.mark.parametrize("options", [{"phrasing": "all"}, {"instructions": "held_out", "phrasing": "paraphrased"}])
@@ -94,7 +112,7 @@ def test_the_spec_says_what_texts_mean_and_comes_back_from_json(task):
 )
 def test_what_a_task_does_not_have_is_refused(options, text):
     with pytest.raises(ConfigError, match=text):
-        make_world("push_choice", 1, **options)
+        MujocoWorld(replace(load_task("push_choice"), paraphrases={}), 1, **options)
 
 
 @pytest.mark.parametrize(
