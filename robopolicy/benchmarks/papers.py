@@ -39,7 +39,7 @@ from robopolicy.building.guidance import load_guidance
 from robopolicy.building.policies import choose_device, load_trainable
 from robopolicy.building.worlds import build_collection_world, build_critic, build_world
 from robopolicy.configuration import Config, compose
-from robopolicy.core.policy import Policy
+from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.registry import load_dotted
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, write_json
@@ -228,9 +228,9 @@ def measured(config: Config, root: Path, measurement: Measurement, seed: int) ->
     return read_json(path)
 
 
-def tuned(config: Config, task: str) -> dict[str, Any]:
+def tuned(config: Config, task: str, change: Callable[[Trainable], None] | None = None) -> dict[str, Any]:
     """Fine-tune a policy and return its evaluation in the simulator of a task, the metrics of all iterations, and the
-    processor time.
+    processor time. change: of the policy, before it learns.
     """
     begin = time.process_time()
     section, device = config.finetune, choose_device(config.run)
@@ -238,6 +238,8 @@ def tuned(config: Config, task: str) -> dict[str, Any]:
     folder = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
     policy = load_trainable(folder, config.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
+    if change is not None:
+        change(policy)
     world = build_collection_world(config, policy, device)
     has_critic = Need.CRITIC in learning.resolved().needs
     critic = build_critic(world, section, config.run.seed).to(device) if has_critic else None

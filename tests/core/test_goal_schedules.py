@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from line_world import FIELDS
 
+from robopolicy.benchmarks.small_worlds import FIELDS
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.schedules import (
     NUMBERS,

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from line_world import LineWorld
 
+from robopolicy.benchmarks.small_worlds import LineWorld
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.scheduled import SCHEDULE, ScheduledWorld, SchedulesByValue, with_schedules_of, without_schedules
 from robopolicy.core.spec import STATE

@@ -5,8 +5,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from line_world import FIELDS
 
+from robopolicy.benchmarks.small_worlds import FIELDS
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import STATE
 from robopolicy.core.subgoals import START, plan_of

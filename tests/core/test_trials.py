@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from learning.doors_world import ACTION, DOORS, DoorsWorld
 
+from robopolicy.benchmarks.small_worlds import ACTION, DOORS, DoorsWorld
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.spec import STATE

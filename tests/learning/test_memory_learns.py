@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from doors_world import ACTION, DOORS, DoorsWorld
 
+from robopolicy.benchmarks.small_worlds import ACTION, DOORS, DoorsWorld
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.trials import with_trials_of
 from robopolicy.evaluation.success import evaluate_policy

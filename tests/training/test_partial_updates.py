@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from learning.doors_world import ACTION, DOORS, DoorsWorld
 
+from robopolicy.benchmarks.small_worlds import ACTION, DOORS, DoorsWorld
 from robopolicy.core.policy import RECENT
 from robopolicy.core.run import RunFolder
 from robopolicy.core.trials import with_trials_of

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from line_world import LineWorld
 
+from robopolicy.benchmarks.small_worlds import LineWorld
 from robopolicy.cli import main
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.scheduled import SCHEDULE, ScheduledWorld
