@@ -27,7 +27,6 @@ from rich.rule import Rule
 from robopolicy.benchmarks.rates import rate_of, spread_text
 from robopolicy.benchmarks.runs import (
     TUNED_BASES,
-    Variant,
     chosen_from,
     demonstrations,
     pretrained,
@@ -184,14 +183,14 @@ def last_of_each(settings: Sequence[str]) -> tuple[str, ...]:
 def checkpoint_of(config: Config, root: Path, task: str, base: str, seed: int) -> Path:
     """Return the checkpoint of a base policy, pre-trained and fine-tuned if it is missing."""
     if base in TUNED_BASES:
-        run_variant(config, root, task, base, Variant("diffusion", TUNED_BASES[base]), seed)
+        run_variant(config, root, task, base, TUNED_BASES[base], seed)
         return root / task / "finetune" / base / str(seed) / "checkpoint"
     return pretrained(config, root, task, base, seed) / "checkpoint"
 
 
 def composed(config: Config, root: Path, arm: Arm, seed: int) -> Config:
     """Return the configuration of an arm's run, with the paths that its settings name."""
-    imitated = "diffusion" if arm.base in TUNED_BASES else arm.base
+    imitated = TUNED_BASES[arm.base].base if arm.base in TUNED_BASES else arm.base
     experts = demonstrations(root, arm.task, seed, recorded_for(arm.task, imitated)[0])
 
     def path_of(match: re.Match[str]) -> str:

@@ -156,13 +156,15 @@ BASES = {
     "words": Changes((*READS, ALL_WORDS)),
     "mostly_plain": Changes((*READS, ALL_WORDS, "world.options.plain_share=0.98")),
     "rarely_plain": Changes((*READS, ALL_WORDS, "world.options.plain_share=0.01")),
+    "reader": Changes(READS),
     "noisy_flow": Changes(("policy.kind=flow", "policy.flow_noise=learned", *LESS_NOISE)),
 }
 """Pre-trained policies by name. few, many: how many demonstrations; novice: training stopped while success is rare.
 Token policies need more than the dozen demonstrations of pick_place. hundred_steps, ten_steps...: of denoising.
 hidden_words: words are dropped at random, so that a policy tolerates words that it never saw. coarse_token: a teacher
 with the tokens of small_token; matching: a flow that scores any action. Of push_choice:
-words heard all wordings equally often, mostly_plain and rarely_plain the plain one in 98 or 1 % of the episodes.
+words heard all wordings equally often, mostly_plain and rarely_plain the plain one in 98 or 1 % of the episodes
+reader that one alone.
 """
 
 RECIPES = {
@@ -201,11 +203,6 @@ recipe as it is.
 LOG = ("collect.episodes=512",)
 """Of a base's own episodes; bench.overrides can say otherwise."""
 
-TUNED_BASES: dict[str, tuple[str, ...]] = {
-    "warm": ("finetune.target_success=0.7", "finetune.evaluate_every=1", "finetune.videos=0"),
-}
-"""Policies to start from that have been fine-tuned already (from the base `diffusion`), as far as this."""
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -215,6 +212,38 @@ class Variant:
 
     base: str
     settings: tuple[str, ...] = ()
+
+
+LONGER = (
+    "finetune.target_success=null",
+    "finetune.evaluate_every=0",
+    "finetune.videos=0",
+    "finetune.world_options.substeps=5",
+    "finetune.algorithm=grpo",
+    "finetune.rewards=[success_only]",
+    "finetune.controllers=[]",
+    "finetune.iterations=60",
+    "finetune.groups=32",
+    "finetune.group_size=8",
+    "finetune.epochs=3",
+    "finetune.minibatch=8192",
+    "finetune.learning_rate=6e-4",
+    "finetune.clip=0.05",
+    "finetune.clip_base=0.05",
+    "finetune.target_kl=0.05",
+)
+"""Settings of policies tuned on push_choice."""
+
+TUNED_BASES = {
+    "warm": Variant("diffusion", ("finetune.target_success=0.7", "finetune.evaluate_every=1", "finetune.videos=0")),
+    "red": Variant("reader", (*LONGER, "world.options.instructions=push the red*")),
+    "blue": Variant("reader", (*LONGER, "world.options.instructions=push the blue*")),
+    "both": Variant("reader", LONGER),
+    "fluent": Variant("words", (*LONGER, ALL_WORDS)),
+}
+"""Policies that have been fine-tuned already: warm as far as this; of push_choice, red and blue on two instructions,
+both on all four, as long, and fluent on all in all wordings.
+"""
 
 
 @dataclass(frozen=True)
@@ -296,8 +325,9 @@ def run_variant(config: Config, root: Path, task: str, label: str, variant: Vari
     run_folder = root / task / "finetune" / label / str(seed)
     if not is_complete(run_folder):
         if variant.base in TUNED_BASES:
-            run_variant(config, root, task, variant.base, Variant("diffusion", TUNED_BASES[variant.base]), seed)
-            base, imitated = root / task / "finetune" / variant.base / str(seed), "diffusion"
+            before = TUNED_BASES[variant.base]
+            run_variant(config, root, task, variant.base, before, seed)
+            base, imitated = root / task / "finetune" / variant.base / str(seed), before.base
         else:
             base, imitated = pretrained(config, root, task, variant.base, seed), variant.base
         output.print(Rule(f"[bold]{task}, {label}, seed {seed}", align="left"))
