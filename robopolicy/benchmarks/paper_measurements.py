@@ -12,7 +12,7 @@ import torch
 
 from robopolicy.benchmarks.papers import EPISODES, Arm, composed, tuned
 from robopolicy.benchmarks.rates import rate_of, short
-from robopolicy.benchmarks.runs import logged, pretrained, settings_of
+from robopolicy.benchmarks.runs import logged, modelled, pretrained, settings_of
 from robopolicy.benchmarks.small_worlds import DOORS, TRIES, DoorsWorld, LineWorld
 from robopolicy.benchmarks.table_learning import covering_length, effective_horizon, random_table, steps_to_learn
 from robopolicy.configuration import Config, compose
@@ -39,7 +39,7 @@ from robopolicy.runs import is_complete, run_path
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune as learn
 from robopolicy.training.schedules import schedule_by
-from robopolicy.verbs import finetune, offline
+from robopolicy.verbs import finetune, imagine, offline
 
 Values = dict[str, Any]
 """{"baseline": value, "method": value}."""
@@ -97,6 +97,14 @@ WORKERS = (
     "finetune.world_options.substeps=5",
 )
 """Settings of Periodic-Async's runs."""
+IMITATION = (
+    "imagine.method=sft",
+    "imagine.real_eval_episodes=0",
+    "finetune.target_success=null",
+    "finetune.evaluate_episodes=400",
+    "finetune.videos=0",
+)
+"""Settings of Ctrl-World's run."""
 
 
 def predicted_success(config: Config, root: Path, seed: int) -> Values:
@@ -273,3 +281,20 @@ def overlapping(config: Config, root: Path, seed: int) -> Values:
     if max(norms) > min(norms) * (1 + 1e-3):
         raise DataError(f"Overlapping changes the gradient: norms {norms}.")
     return {part: float(np.median(each)) for part, each in seconds.items()}
+
+
+def imagined_successes(config: Config, root: Path, seed: int) -> Values:
+    """Ctrl-World: success of 400 episodes of a policy, and after it has imitated the successes that it had in a world
+    model, without a real episode of its own.
+
+    The world model is an ensemble of states, not one of pictures, and its own head says what succeeded.
+    """
+    task = "push_cube"
+    folder = root / task / "imagine" / "imagined_successes" / str(seed)
+    if not is_complete(folder):
+        policy = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
+        model = modelled(config, root, task, "ensemble", seed, ("worldmodel.kind=ensemble",)) / "checkpoint"
+        paths = f"finetune.policy={policy}", f"imagine.model={model}", "run.name=imagined_successes"
+        imagine.run(compose([*settings_of(config, root, task, seed), *paths, *IMITATION]))
+    result = read_json(folder / "result.json")
+    return {part: short(result[name]["deterministic"]) for part, name in (("baseline", "base"), ("method", "tuned"))}
