@@ -30,6 +30,7 @@ from robopolicy.benchmarks.runs import (
     chosen_from,
     demonstrations,
     pretrained,
+    recipe_of,
     recorded_for,
     run_variant,
     settings_of,
@@ -104,6 +105,9 @@ METRICS = {
     "effective_sample_size": Metric("effective sample size", "over", mean_of("sequence_ess")),
     "gradient_norm": Metric("norm of the gradient", "under", mean_of("gradient_norm")),
     "kl": Metric("KL divergence of an iteration", "under", mean_of("kl")),
+    "moved": Metric(
+        "share of weights that differ from the base's", "under", lambda run: run["records"][-1]["moved_bf16"]
+    ),
 }
 """Metrics by the name that papers.yaml uses."""
 
@@ -164,8 +168,7 @@ def read_experiments(path: Path = FILE) -> tuple[dict[str, Experiment | Measurem
             )
             continue
         scene = content["scenes"][row["scene"]]
-        like = content["scenes"][scene["like"]]["settings"] if "like" in scene else ()
-        common = (*like, *scene["settings"], *row.get("both", ()))
+        common = (*_settings_of_scene(content, row["scene"]), *row.get("both", ()))
         bases = dict.fromkeys(("against", "method"), row.get("base", scene["base"])) | row.get("bases", {})
         baseline, method = (
             Arm(scene["task"], base, last_of_each((*common, *row.get(part, ())))) for part, base in bases.items()
@@ -173,6 +176,19 @@ def read_experiments(path: Path = FILE) -> tuple[dict[str, Experiment | Measurem
         names = (row.get("baseline", scene["baseline"]), row.get("name", paper))
         experiments[paper] = Experiment(row["claim"], row.get("metric", "success"), names, baseline, method)
     return experiments, content["not_shown_in_small_worlds"]
+
+
+def _settings_of_scene(content: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    scene = content["scenes"][name]
+    like = content["scenes"][scene["like"]]["settings"] if "like" in scene else ()
+    return *like, *scene["settings"]
+
+
+def arm_in(scene: str, *settings: str) -> Arm:
+    """Return an arm with the task, base policy and settings of a scene of papers.yaml, and further settings."""
+    content = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    chosen = content["scenes"][scene]
+    return Arm(chosen["task"], chosen["base"], last_of_each((*_settings_of_scene(content, scene), *settings)))
 
 
 def last_of_each(settings: Sequence[str]) -> tuple[str, ...]:
@@ -208,7 +224,9 @@ def run_arm(config: Config, root: Path, arm: Arm, seed: int) -> dict[str, Any]:
     if not path.exists():
         run_config = composed(config, root, arm, seed)
         output.print(Rule(f"{arm.task}, {arm.base}, seed {seed}: {' '.join(arm.settings)}", align="left"))
-        write_json(path, {"settings": list(arm.settings), **tuned(run_config, arm.task)})
+        write_json(
+            path, {"settings": list(arm.settings), **tuned(run_config, compose([*recipe_of(arm.task)]).world.name)}
+        )
     return read_json(path)
 
 
@@ -361,11 +379,10 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
         rates = [_spread(list(row["seeds"].values()), part) for part in ("baseline", "method")]
         compared = f"{row['names'][1]} against {row['names'][0]}, {row['task']}"
         lines.append([paper, row["claim"], compared, row["metric"], *rates, experiment_text(row)])
+    title = "Experiments of papers: success, or the metric of a measurement, mean over seeds (range)"
     reasons = [[paper, reason] for paper, reason in figures["reasons"].items()]
-    return [
-        Table("Experiments of papers: success, or the metric of a measurement, mean over seeds (range)", header, lines),
-        Table("Papers whose claim no small world can show", ["paper", "reason"], reasons),
-    ]
+    without = [Table("Papers whose claim no small world can show", ["paper", "reason"], reasons)] if reasons else []
+    return [Table(title, header, lines), *without]
 
 
 def _spread(seeds: Sequence[Mapping[str, Any]], part: str) -> str:

@@ -169,6 +169,7 @@ words heard all wordings equally often, mostly_plain and rarely_plain the plain 
 """
 
 RECIPES = {
+    "push_cube_32px": ("recipe=push_cube_pixels", "world.image_size=32", "train.fit.steps=1500"),
     "push_cube_moving": ("recipe=push_cube", "world.name=push_cube_moving"),
     "stack": ("recipe=pick_place", "world.name=stack", "collect.episodes=40"),
 }
@@ -255,9 +256,14 @@ class Outcome:
     records: Sequence[Mapping[str, Any]]
 
 
+def recipe_of(task: str) -> tuple[str, ...]:
+    """Return the settings of a task's own recipe."""
+    return RECIPES.get(task, (f"recipe={task}",))
+
+
 def settings_of(config: Config, root: Path, task: str, seed: int, recipe: str = "") -> list[str]:
     """Return the settings that all runs of a benchmark on a task share; recipe: instead of the task's own."""
-    recipe_settings = (f"recipe={recipe}",) if recipe else RECIPES.get(task, (f"recipe={task}",))
+    recipe_settings = (f"recipe={recipe}",) if recipe else recipe_of(task)
     recipe_settings = *recipe_settings, *FORMER_PPO.get(recipe or task, ())
     run = f"run.root={root / task}", f"run.seed={seed}", f"run.threads={config.run.threads}"
     return [*recipe_settings, *run, *config.bench.overrides]

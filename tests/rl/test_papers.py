@@ -10,6 +10,7 @@ import torch
 from marked import marked
 from papers import FILE, README, TESTS, naming, refreshed, written
 
+from robopolicy.benchmarks import paper_runs
 from robopolicy.benchmarks.mechanisms import ABLATIONS
 from robopolicy.benchmarks.papers import (
     COMMON,
@@ -24,7 +25,7 @@ from robopolicy.benchmarks.papers import (
     read_experiments,
     tables,
 )
-from robopolicy.benchmarks.runs import BASES, TUNED_BASES
+from robopolicy.benchmarks.runs import BASES, TUNED_BASES, recipe_of
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import DataError
@@ -207,7 +208,7 @@ def test_every_experiment_is_of_a_paper_and_can_be_run():
             referenced = {match for setting in arm.settings for match in REFERENCE.findall(setting)}
             assert {arm.base, *referenced} <= {*BASES, *TUNED_BASES, "demonstrations"}, name
             settings = [REFERENCE.sub("PATH", setting) for setting in arm.settings]
-            compose([f"recipe={arm.task}", *COMMON, *settings]).finetune.resolved()
+            compose([*recipe_of(arm.task), *COMMON, *settings]).finetune.resolved()
 
 
 def test_arms_with_equal_settings_are_one_run():
@@ -221,6 +222,26 @@ def experiment_of(paper: str) -> Experiment:
     experiment = read_experiments()[0][paper]
     assert isinstance(experiment, Experiment)
     return experiment
+
+
+def test_arms_of_measurements_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Their settings are those of runs that learn; each measurement returns the values of its two parts."""
+    config, arms, stages = compose([]), [], []
+    outcome = {"success": rate(20, 80), "records": [{"distillation_angle_won": 0.1, "distillation_angle_lost": 0.3}]}
+    monkeypatch.setattr(paper_runs, "checkpoint_of", lambda *_: Path("TEACHER"))
+    monkeypatch.setattr(paper_runs, "composed", lambda config, root, arm, seed: stages.append(arm))
+    monkeypatch.setattr(paper_runs.finetune, "run", lambda config: None)
+    monkeypatch.setattr(paper_runs, "run_arm", lambda config, root, arm, seed: (arms.append(arm), outcome)[1])
+    angles = paper_runs.distillation_alignment(config, tmp_path, 0)
+    assert angles == {"baseline": 0.1, "method": 0.3}
+    assert paper_runs.corrected_preferences(config, tmp_path, 0) == dict.fromkeys(angles, rate(20, 80))
+    assert [arm.task for arm in (*arms, *stages)] == ["push_cube", *["push_cube_32px"] * 3]
+    for arm in (*arms, *stages):
+        settings = [REFERENCE.sub("PATH", setting) for setting in arm.settings]
+        compose([*recipe_of(arm.task), *COMMON, *settings]).finetune.resolved()
+    first, second = ({*arm.settings} for arm in arms[1:])
+    differing = {item.partition("=")[0] for item in first ^ second}
+    assert differing == {"finetune.policy", "finetune.iterations"}
 
 
 def run_of(successes: int, gradient: float) -> dict:
