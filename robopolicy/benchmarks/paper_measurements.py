@@ -52,7 +52,7 @@ DOORS_HISTORY = 8
 """Frames of memory of ReLIC's policy, which are the six tries of two episodes and what began them."""
 LINE_STEPS = 26
 FORMULA = "F[1,26](x > 5) & F[1,26](x < -5) & F[1,26](x > 9)"
-"""TGPO's: three places on a line, which are reached in time in one order only."""
+"""TGPO's: three places on a line; 458 of the 26^3 schedules, 2.6 %, can be met."""
 SMALL_PPO: dict[str, Any] = {
     "algorithm": "ppo",
     "epochs": 4,
@@ -220,7 +220,7 @@ def judged(world: World, policy: Policy, seed: int, *, deterministic: bool) -> d
 def scheduled_line(config: Config, root: Path, seed: int) -> Values:
     """TGPO: success of 400 episodes after learning on uniform schedules, and on those that the critic samples.
 
-    Both are judged on the best of 64 schedules by their own critic. About one in a hundred uniform ones is feasible.
+    Both are judged on the best of 64 schedules by their own critic; 81 % of such draws contain one that can be met.
     """
     return {part: line_success(by_value, seed) for part, by_value in (("baseline", False), ("method", True))}
 
