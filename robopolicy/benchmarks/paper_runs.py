@@ -80,7 +80,7 @@ def corrected_preferences(config: Config, root: Path, seed: int) -> Values:
     teacher = checkpoint_of(config, root, "push_cube", "warm", seed)
     corrected = f"finetune.teacher={teacher}", "finetune.allocator=correct", "finetune.models=[q_ensemble]"
     preferred = arm_in("sight", *corrected, *PREFERENCES)
-    imitated = arm_in("sight", *corrected, *IMITATED, "finetune.iterations=5", "run.name=imitated")
+    imitated = arm_in("sight", *corrected, *IMITATED, "finetune.iterations=5", "finetune.videos=0", "run.name=imitated")
     folder = root / preferred.task / "finetune" / "imitated" / str(seed)
     if not is_complete(folder):
         finetune.run(composed(config, root, imitated, seed))
