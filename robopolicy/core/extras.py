@@ -61,6 +61,10 @@ class Extras:
     """[B, T, K] entropy of every step under the policy before the update, in nats. Added for Need.ENTROPY."""
     blackout_logp: Tensor | None = None
     """[B, T, K] log-probability with patches of the images blacked out. Added for Need.BLACKOUT_SCORES."""
+    blackout_divergence: Tensor | None = None
+    """[B, T, K] KL of the policy's step from the one with patches of the images blacked out, in nats. Added for
+    Need.BLACKOUT_DIVERGENCE.
+    """
     contrast_logp: Tensor | None = None
     """[B, T, K] log-probability under another instruction. Added for Need.CONTRAST_SCORES."""
     teacher_logp: Tensor | None = None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributions import Categorical, Normal, kl_divergence
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Scores
@@ -159,6 +160,28 @@ def distribution_overlap(student: Scores, teacher: Scores, executed: Tensor) -> 
     difference = student.extras["mean"] - teacher.extras["mean"]
     terms = (difference / student.extras["std"].clamp(min=1e-6)).square()
     return (-0.5 * mean_of_elements(terms, student.extras, executed)).exp()
+
+
+def divergence_between(policy: Scores, other: Scores, executed: Tensor) -> Tensor:
+    """Return KL(policy || other) of the distributions of the same steps, [n, K], in nats.
+
+    Tokens: summed over the vocabulary. Gaussian steps: exact, its mean over the elements of the log-probability, which
+    are those of the executed steps [n, C] bool; by matching, half the squared distance of the predictions. Scores
+    without distributions: k3 of the recorded step, e^x - 1 - x with x = log other - log policy, at most 10. Its mean is
+    the KL divergence, but it depends on the step that was drawn. Raises KeyError if only `policy` has a distribution.
+    """
+    if "log_probabilities" in policy.extras:
+        return kl_divergence(
+            *(Categorical(logits=each.extras["log_probabilities"], validate_args=False) for each in (policy, other))
+        )
+    if "mean" in policy.extras:
+        normals = (
+            Normal(each.extras["mean"], each.extras["std"].clamp(min=1e-3), validate_args=False)
+            for each in (policy, other)
+        )
+        return mean_of_elements(kl_divergence(*normals), policy.extras, executed)
+    shift = (other.logp - policy.logp).clamp(-20, 20)
+    return (torch.expm1(shift) - shift).clamp(max=10.0)
 
 
 def mean_of_elements(terms: Tensor, extras: Mapping[str, Tensor], executed: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.former_names import keep_former_names
+from robopolicy.core.images import black_out
 from robopolicy.core.policy import (
     AnswersInTokens,
     CachesCondition,
@@ -31,7 +32,7 @@ from robopolicy.nn.micro_batches import rows_at_once, scores_of
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.context import latents_for_other_policy
 from robopolicy.rl.critic import Critic
-from robopolicy.rl.objective import distribution_overlap, score_norm
+from robopolicy.rl.objective import distribution_overlap, divergence_between, score_norm
 from robopolicy.rl.registry import Need
 from robopolicy.rl.rewards import last_chunk
 from robopolicy.training.configuration import FinetuneConfig
@@ -54,7 +55,7 @@ ALWAYS = frozenset(
         Need.SEQUENCE_RATIOS,
     }
 )
-READS_IMAGES = frozenset({Need.IMAGES, Need.BLACKOUT_SCORES})
+READS_IMAGES = frozenset({Need.IMAGES, Need.BLACKOUT_SCORES, Need.BLACKOUT_DIVERGENCE})
 """Needs of mechanisms that read camera images again."""
 
 
@@ -106,6 +107,21 @@ def add_blackout_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
     """
     logp, _ = recompute_log_probs(rollouts, sources.policy, sources.instructions, sources.generators["blackout"])
     return rollouts.with_extras(blackout_logp=logp, current_logp=_current_logp(rollouts, sources))
+
+
+@torch.no_grad()
+def add_blackout_divergence(rollouts: Rollouts, sources: Sources) -> Rollouts:
+    """Add `blackout_divergence` [B, T, K]: KL(seeing || blind) of the policy before the update, from its distributions
+    of every step with the images and with half of them blacked out.
+    """
+    divergence = torch.zeros_like(rollouts.logp_behaviour)
+    for part in slices_of(rollouts.alive, rows_at_once(SCORED_AT_ONCE)):
+        observation, latents = decisions_at(rollouts, part, sources.instructions)
+        latents = latents_for_other_policy(latents)  # a cached condition would be of the whole image
+        darkened = {key: black_out(key, value, sources.generators["blackout"]) for key, value in observation.items()}
+        seeing, blind = (scores_of(sources.policy, each, latents) for each in (observation, darkened))
+        divergence[part] = divergence_between(seeing, blind, rollouts.valid[part]).to(divergence.dtype)
+    return rollouts.with_extras(blackout_divergence=divergence)
 
 
 def add_contrast_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
@@ -188,6 +204,7 @@ def add_outcomes(rollouts: Rollouts, sources: Sources) -> Rollouts:
 PROVIDERS: Mapping[Need, Provider] = {
     Need.ENTROPY: Provider(add_entropy),
     Need.BLACKOUT_SCORES: Provider(add_blackout_scores, frozenset({Need.IMAGES})),
+    Need.BLACKOUT_DIVERGENCE: Provider(add_blackout_divergence, frozenset({Need.IMAGES})),
     Need.CONTRAST_SCORES: Provider(add_contrast_scores, frozenset({Need.INSTRUCTIONS})),
     Need.TEACHER_SCORES: Provider(add_teacher_scores, frozenset({Need.SAME_STEPS})),
     Need.CURRENT_SCORES: Provider(add_current_scores),

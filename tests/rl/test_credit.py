@@ -61,9 +61,7 @@ def test_shared_beginnings_are_protected_and_wild_episodes_dropped():
 @pytest.mark.checks("credit/vppo")
 def test_units_that_depend_on_the_image_are_kept():
     rollouts = make_rollouts([1, 1], [0, 0], steps=2)
-    logp = rollouts.logp_behaviour
-    shift = torch.tensor([[[-2.0, 0.0]], [[-0.5, 0.0]]])
-    rollouts = rollouts.with_extras(blackout_logp=logp + shift, current_logp=logp)
+    rollouts = rollouts.with_extras(blackout_divergence=torch.tensor([[[2.0, 0.0]], [[0.5, 0.0]]]))
     advantages = credit.vppo(rollouts, torch.ones(2, 1, 2), CONTEXT, share=0.5, low=0.5)  # one of two a row
     assert advantages.flatten().tolist() == pytest.approx([1.5, 0.0, 0.5, 0.0])
 

@@ -168,8 +168,8 @@ def test_gtpo_takes_the_penalty_off_before_it_protects():
 @pytest.mark.checks("credit/vppo")
 def test_vppo_keeps_the_same_share_of_every_episode():
     rollouts = make_rollouts([2, 1], [0, 0], steps=2)
-    shift = torch.tensor([[[-3.0, -2.0], [-2.5, 0.0]], [[-0.2, -0.1], [0.0, 0.0]]])
-    rollouts = rollouts.with_extras(blackout_logp=rollouts.logp_behaviour + shift, current_logp=rollouts.logp_behaviour)
+    divergence = torch.tensor([[[3.0, 2.0], [2.5, 0.0]], [[0.2, 0.1], [0.0, 0.0]]])
+    rollouts = rollouts.with_extras(blackout_divergence=divergence)
     advantage = credit.vppo(rollouts, torch.ones(2, 2, 2), CONTEXT, share=0.3, low=1.0)
     # ceil(0.3 * 4) = 2 steps of the episode that looks, ceil(0.3 * 2) = 1 of the one that hardly does.
     assert advantage.tolist() == [[[1, 0], [1, 0]], [[1, 0], [0, 0]]]

@@ -8,10 +8,12 @@ import pytest
 import torch
 from made_rollouts import make_rollouts
 
+from robopolicy.core.policy import Scores
 from robopolicy.core.spec import STATE
 from robopolicy.rl.advantages import gae
 from robopolicy.rl.context import Context
 from robopolicy.rl.experimental import credit as experimental_credit
+from robopolicy.rl.objective import divergence_between
 
 CONTEXT = Context(torch.Generator(), iteration=0, iterations=10)
 
@@ -82,13 +84,12 @@ def test_seed_grpo_shrinks_by_the_entropy_of_what_a_start_leads_to():
 @pytest.mark.checks("credit/vppo")
 def test_vppo_scales_episodes_by_their_mean_dependency_and_centres_the_scale():
     rollouts = make_rollouts([1, 1, 1], [0, 0, 0], steps=2)
-    shift = torch.tensor([[-2.0, 1.0], [-0.5, 0.0], [0.0, 4.0]], dtype=torch.float64)[:, None]
-    rollouts = rollouts.with_extras(blackout_logp=rollouts.logp_behaviour + shift, current_logp=rollouts.logp_behaviour)
+    divergence = torch.tensor([[1.1, 0.7], [0.1, 0.0], [0.0, 9.0]], dtype=torch.float64)[:, None]
+    rollouts = rollouts.with_extras(blackout_divergence=divergence)
     advantages = experimental_credit.vppo(
         rollouts, torch.ones(3, 1, 2, dtype=torch.float64), CONTEXT, share=0.5, low=0.8
     )
-    dependency = np.minimum(np.exp(shift.numpy()) - 1 - shift.numpy(), 10.0)  # e^4 - 5 is 49.6
-    mean = dependency[:, 0].mean(1)
+    mean = divergence.numpy()[:, 0].mean(1)
     place = (mean - mean.min()) / (mean.max() - mean.min())
     most = 0.8 + 0.2 / place.mean()
     scale = 0.8 + place * (most - 0.8)
@@ -98,15 +99,38 @@ def test_vppo_scales_episodes_by_their_mean_dependency_and_centres_the_scale():
     # An episode without scored steps has no dependency, which sets neither the scale's minimum nor its mean.
     empty = make_rollouts([1, 1, 1, 1], [0, 0, 0, 0], steps=2)
     empty = replace(empty, mask=empty.mask & (torch.arange(4) < 3)[:, None, None])
-    fourth = torch.cat([shift, torch.full((1, 1, 2), 9.0, dtype=torch.float64)])
-    empty = empty.with_extras(blackout_logp=empty.logp_behaviour + fourth, current_logp=empty.logp_behaviour)
+    empty = empty.with_extras(
+        blackout_divergence=torch.cat([divergence, torch.full((1, 1, 2), 99.0, dtype=torch.float64)])
+    )
     others = experimental_credit.vppo(empty, torch.ones(4, 1, 2, dtype=torch.float64), CONTEXT, share=0.5, low=0.8)
     torch.testing.assert_close(others[:3], advantages)
     assert not others[3].any()
-    alike = rollouts.with_extras(
-        blackout_logp=rollouts.logp_behaviour + shift[:1], current_logp=rollouts.logp_behaviour
-    )
+    alike = rollouts.with_extras(blackout_divergence=divergence[:1].expand(3, 1, 2))
     assert experimental_credit.vppo(alike, torch.ones(3, 1, 2), CONTEXT, low=0.8)[:, 0, 0].tolist() == [1.0] * 3
+
+
+@pytest.mark.checks("credit/vppo")
+def test_the_divergence_of_steps_is_that_of_their_distributions_and_else_estimated_from_the_drawn_step():
+    drawn, played = torch.zeros(1, 1), torch.ones(1, 2, dtype=torch.bool)
+    tokens = [
+        Scores(drawn, drawn, {"log_probabilities": torch.tensor([[each]]).log()}) for each in ([0.5, 0.5], [0.25, 0.75])
+    ]
+    assert float(divergence_between(*tokens, played)) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
+    far = (
+        torch.tensor([0.6, 0.0, 9.0]).reshape(1, 1, 3, 1).expand(1, 1, 3, 2)
+    )  # of three predicted steps two are played
+    normals = [
+        Scores(drawn, drawn, {"mean": mean, "std": torch.full((1, 1, 1, 1), std)})
+        for mean, std in ((torch.zeros_like(far), 0.3), (far, 0.3), (far, 0.6))
+    ]
+    assert float(divergence_between(normals[0], normals[1], played)) == pytest.approx((0.6**2 / (2 * 0.3**2) + 0) / 2)
+    wider = math.log(2) + 0.3**2 / (2 * 0.6**2) - 0.5
+    assert float(divergence_between(normals[0], normals[2], played)) == pytest.approx(wider + 0.5 / 2)
+    normals[0].extras["logp_precision"] = torch.tensor([0.0, 1.0, 0.0]).reshape(1, 1, 3, 1).expand(far.shape)
+    assert float(divergence_between(normals[0], normals[1], played)) == 0.0
+    others = (Scores(drawn + value, drawn) for value in (-1.0, 4.0))
+    estimates = [float(divergence_between(Scores(drawn, drawn), other, played)) for other in others]
+    assert estimates == pytest.approx([math.exp(-1), 10.0])  # e^4 - 5 is 49.6
 
 
 @pytest.mark.checks("credit/instruction_contrast")

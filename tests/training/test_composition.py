@@ -129,7 +129,7 @@ def needs_of(combination: Combination) -> frozenset[Need]:
 
 def play(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     needs, kind = needs_of(combination), combination.kind
-    reads_images = Need.BLACKOUT_SCORES in needs
+    reads_images = bool({Need.BLACKOUT_SCORES, Need.BLACKOUT_DIVERGENCE} & needs)
     world = MixedWorld(6)
     changes = {}
     if kind == "denoising" and Need.MATCHING in needs:

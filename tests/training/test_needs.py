@@ -13,6 +13,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, RobopolicyNote
 from robopolicy.core.extras import Extras, MissingExtraError
 from robopolicy.core.policy import is_condition, to_tensors
+from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import STATE
 from robopolicy.policies.configuration import Likelihood, PolicyKind
@@ -21,14 +22,14 @@ from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.initial_states import UniformSampler
-from robopolicy.rl.registry import Mechanism, Need, Slot, mechanism, mechanisms
+from robopolicy.rl.registry import Mechanism, Need, Slot, get_mechanism, mechanism, mechanisms
 from robopolicy.training.acting import DemonstratingPolicy
 from robopolicy.training.collection import EpisodeCollector, make_collector, note_idle_sampler, note_idle_settings
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import recompute_log_probs
 from robopolicy.training.finetune import FinetuneConfig, finetune
 from robopolicy.training.guidance import Guidance
-from robopolicy.training.needs import PROVIDERS
+from robopolicy.training.needs import PROVIDERS, READS_IMAGES, Sources, add_extras
 
 CONFIG = FinetuneConfig(
     algorithm="grpo",
@@ -139,7 +140,7 @@ def test_what_reads_vectors_is_refused_where_there_are_images_alone(changes: dic
 @pytest.mark.parametrize("kind", ["denoising", "tokens"])
 @pytest.mark.parametrize("entry", mechanisms(), ids=lambda entry: f"{entry.slot.value}-{entry.name}")
 def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: str):
-    reads_images = bool(entry.needs & {Need.BLACKOUT_SCORES, Need.IMAGES})
+    reads_images = bool(entry.needs & READS_IMAGES)
     world = SeeingWorld(4)
     config = alone(entry)
     if Need.WORDINGS in entry.needs or config.allocator == "budgets":
@@ -181,6 +182,7 @@ def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: 
 READS = {
     Need.ENTROPY: "entropy",
     Need.BLACKOUT_SCORES: "blackout_logp",
+    Need.BLACKOUT_DIVERGENCE: "blackout_divergence",
     Need.CONTRAST_SCORES: "contrast_logp",
     Need.TEACHER_SCORES: "teacher_logp",
     Need.CURRENT_SCORES: "current_logp",
@@ -249,6 +251,32 @@ def test_what_is_compared_is_of_one_policy_though_an_older_one_acted(need: Need,
     mechanism(Slot.ADVANTAGE, "looks", needs=(need,))(advantage)
     finetune(policy, None, world, replace(CONFIG, advantage="looks", policy_lag=1, iterations=3, learning_rate=0.03))
     assert moved[0] < 1e-5 and moved[-1] > 1e-2
+
+
+@pytest.mark.checks("credit/vppo")
+def test_vppo_selects_and_weighs_by_the_policy_and_not_by_the_noise_that_was_drawn(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    world, vppo = SeeingWorld(4), get_mechanism(Slot.CREDIT, "vppo")
+    policy = denoising_policy(world, cameras=True)
+    policy.prepare_finetuning()
+    advantages: list[torch.Tensor] = []
+
+    def advantage(rollouts, context):
+        chain = rollouts.latents["chain"].clone()
+        chain[:, :, -1] += torch.randn(chain[:, :, -1].shape, generator=torch.Generator().manual_seed(0))
+        redrawn = replace(rollouts, latents={**rollouts.latents, "chain": chain})
+        redrawn = replace(redrawn, logp_behaviour=recompute_log_probs(redrawn, policy, INSTRUCTIONS)[0])
+        assert float((redrawn.logp_behaviour - rollouts.logp_behaviour)[..., -1].abs().max()) > 0.1
+        for each in (rollouts, redrawn):
+            sources = Sources(policy, None, INSTRUCTIONS, Generators(0), 0)
+            given = add_extras(replace(each, extras=Extras()), vppo.needs, sources)
+            advantages.append(vppo.function(given, torch.ones_like(given.logp_behaviour), context))
+        return rollouts.reward
+
+    mechanism(Slot.ADVANTAGE, "looks", needs=tuple(vppo.needs))(advantage)
+    finetune(policy, None, world, replace(CONFIG, advantage="looks", iterations=1))
+    assert advantages[0].unique().numel() > 2  # zeros, and the scales of several episodes
+    torch.testing.assert_close(advantages[0], advantages[1])
 
 
 def test_a_misspelt_extra_fails_at_once_and_a_missing_one_says_what_to_declare():

@@ -161,7 +161,7 @@ def gtpo(
     )
 
 
-@mechanism(Slot.CREDIT, "vppo", source="VPPO, arXiv:2510.09285", needs=(Need.BLACKOUT_SCORES,))
+@mechanism(Slot.CREDIT, "vppo", source="VPPO, arXiv:2510.09285", needs=(Need.BLACKOUT_DIVERGENCE,))
 def vppo(
     rollouts: Rollouts,
     advantage: Tensor,
@@ -172,17 +172,15 @@ def vppo(
 ) -> Tensor:
     """Learn from image-dependent steps, and more from image-dependent episodes.
 
-    extras["blackout_logp"] [B, T, K] contains the log-probabilities of the same steps with patches of the images
-    blacked out, extras["current_logp"] those with the images. Dependency d = exp(x) - 1 - x with x = the former minus
-    the latter (k3), at most 10. Of the n steps of an episode the ceil(share n) with the largest d are kept. Its
-    advantage is scaled by its mean d, mapped linearly so that the minimum of the batch gives `low` and the mean of all
-    scales is 1. The authors' entropy penalty (0.06) is the auxiliary `entropy`, off here. Takes and returns A [B, T,
-    K].
+    Dependency d: extras["blackout_divergence"] [B, T, K], KL(seeing || blind) of the step's distributions, the latter
+    with patches of the images blacked out. The authors' code estimates it by k3 of the drawn token, as here for
+    policies that state no distributions. Of Gaussian steps that would keep those whose noise points away from the blind
+    mean; failures have more steps, so the mean would move towards the blind one. Of the n steps of an episode the
+    ceil(share n) with the largest d are kept. Its advantage is scaled by its mean d, mapped linearly so that the
+    minimum of the batch gives `low` and the mean of all scales is 1. The authors' entropy penalty (0.06) is the
+    auxiliary `entropy`, off here. Takes and returns A [B, T, K].
     """
-    shift = (rollouts.extras["blackout_logp"] - rollouts.extras["current_logp"]).clamp(-20, 20)
-    # k3 of KL(seeing || blind): never negative, 0 where the image does not matter; bounded as in the authors' code, so
-    # that one step that is far likelier without the image does not set the scale of all episodes.
-    dependency = torch.where(rollouts.mask, (torch.expm1(shift) - shift).clamp(max=10.0), 0.0)
+    dependency = torch.where(rollouts.mask, rollouts.extras["blackout_divergence"], 0.0)
     steps = rollouts.mask.sum((1, 2))
     order = torch.where(rollouts.mask, dependency, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)
     rank = order.argsort(dim=1)
