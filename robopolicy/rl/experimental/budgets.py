@@ -75,8 +75,8 @@ def budget_groups(rollouts: Rollouts, context: Context, *, beta: float = 4.0) ->
 
     The first term compares a budget with what it promises, the second one episodes across budgets. beta: as in
     rewards=[budget]. The authors' code adds the first term twice and divides by the sample's deviation; this is the
-    paper's sum, with the population's. The first term is mostly below 0; with means over episodes in the place of
-    theirs over steps (weight=step_mean) it pays for long ones. Returns A [B, T], constant over an episode.
+    paper's sum, with the population's. Their loss is a mean over steps (weight=step_mean), with one epoch. Returns A
+    [B, T], constant over an episode.
     """
     returns, counts, groups = outcomes(rollouts)
     budget, horizon = rollouts.extras["budget"][:, 0].unbind(-1)
