@@ -246,6 +246,17 @@ class EpisodeGenerator(torch.Generator):
             self._watched = True
             self._say("drew random numbers with a torch function that has no per-row replacement")
 
+    @contextmanager
+    def part(self, rows: Array) -> Generator["EpisodeGenerator"]:
+        """Context of a policy call for `rows` (indices [R]) alone inside `decision()`; gives the generator of these rows.
+
+        They draw what they would in a decision of their own. What this generator draws afterwards repeats their numbers.
+        """
+        part = EpisodeGenerator(self._noise, self.device)
+        part._episodes, part._decisions = self._episodes[rows], self._decisions[rows] - 1
+        with part.decision():
+            yield part
+
     def normal(self, shape: Sequence[int], axis: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
         """Draw standard normal noise [*shape] per row; axis: as in `randomness.normal`, None: shared by all rows.
 

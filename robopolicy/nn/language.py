@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, require_extra
+from robopolicy.core.errors import ConfigError, SpecError, nearest, require_extra
 from robopolicy.core.finite_values import join_names
 from robopolicy.nn.precision import lowering
 
@@ -90,7 +90,9 @@ class WordTokenizer:
         return [word for word in words if word in self._index or _bare(word)]
 
     def _known(self, word: str) -> str:
-        return f"{did_you_mean(word, self.words)} Known words: {join_names(list(self.words), _NAMED) or 'no words'}."
+        suggestion = nearest(word, self.words)
+        similar = f" Did you mean '{suggestion}'?" if suggestion else ""
+        return f"{similar} Known words: {join_names(list(self.words), _NAMED) or 'no words'}."
 
 
 def _bare(word: str) -> str:

@@ -5,6 +5,7 @@ the student's own chunks (coefficient=opd); other losses that ask a teacher work
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Policy, ScoredPolicy, Scores, TensorObservation
+from robopolicy.core.randomness import EpisodeGenerator
 from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.core.world import Rows
 
@@ -56,8 +58,11 @@ class TaskTeachers:
     ) -> Decision:
         """Return the actions [B, C, A] of each row's teacher, without log-probabilities."""
 
+        by_episode = generator if isinstance(generator, EpisodeGenerator) else None
+
         def decide(policy: Policy, observation: TensorObservation, index: Tensor) -> dict[str, Tensor]:
-            decision = policy.act(observation, generator, deterministic=deterministic)
+            with nullcontext(generator) if by_episode is None else by_episode.part(index.numpy()) as draws:
+                decision = policy.act(observation, draws, deterministic=deterministic)
             return {"actions": decision.actions[:, : self.spec.chunk]}
 
         return Decision(self._by_teacher(observation, decide)["actions"])

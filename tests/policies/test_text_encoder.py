@@ -168,6 +168,8 @@ def test_other_phrasings_of_known_words_are_read_and_new_words_refused():
         SpecError, match=r"not trained with the word 'lefft' of 'put red lefft'.*left.*Known words: blue, left"
     ):
         policy.act(observe(["put red lefft"]), generator())
+    with pytest.raises(SpecError, match=r"'zebra' of 'zebra'\. Known words: blue, left"):
+        policy.act(observe(["zebra"]), generator())
 
 
 def test_punctuation_around_a_word_says_nothing():

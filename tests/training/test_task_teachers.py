@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from rl.made_rollouts import make_rollouts, make_scored
-from seeing_toys import SeeingWorld, token_policy
+from seeing_toys import INSTRUCTIONS, SeeingWorld, denoising_policy, token_policy
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Decision, Scores
+from robopolicy.core.policy import Decision, Scores, TensorObservation
+from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.rl.coefficients import on_policy_distillation
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
@@ -42,8 +43,9 @@ def spec():
 def test_every_row_is_scored_by_the_teacher_of_its_task(spec):
     """Student .3; teacher A .6 and B .15 on their tasks: c = ln 2 and -ln 2."""
     wider = replace(spec, chunk=spec.chunk + 1)
-    teachers = TaskTeachers({"push*": Fixed(0.6, spec), "*": Fixed(0.15, wider)}, ("push it", "lift it"))
-    observation = {"task": ["lift it", "push it", "lift it", "push it"]}
+    fixed = {"push*": Fixed(0.6, spec), "*": Fixed(0.15, wider)}
+    teachers = TaskTeachers(fixed, ("push it", "lift it"))
+    observation: TensorObservation = {"task": ["lift it", "push it", "lift it", "push it"]}
     latents = {"x": torch.arange(4.0)[:, None].expand(4, 2)}
     scores = teachers.log_prob(observation, latents)
     assert scores.logp.exp()[:, 0].tolist() == pytest.approx([0.15, 0.6, 0.15, 0.6])
@@ -55,12 +57,31 @@ def test_every_row_is_scored_by_the_teacher_of_its_task(spec):
     actions = teachers.act(observation, torch.Generator()).actions
     assert actions.shape == (4, spec.chunk, 1) and actions[:, 0, 0].tolist() == pytest.approx([0.15, 0.6, 0.15, 0.6])
     teachers.reset()
-    assert [policy.forgotten for policy in teachers.policies] == [1, 1]
+    assert [policy.forgotten for policy in fixed.values()] == [1, 1]
 
 
 def test_an_instruction_without_a_teacher_is_named(spec):
     with pytest.raises(ConfigError, match=r"'push\*' matches the instruction 'lift it'. Add one, or '\*' as the last"):
         TaskTeachers({"push*": Fixed(0.6, spec)}, ("push it", "lift it"))
+
+
+@pytest.mark.checks("Keye-VL-2.0/MOPD")
+def test_every_episode_is_played_as_by_its_own_teacher_alone():
+    """Noise belongs to the episode: neither the other teacher nor the rows beside it change an outcome."""
+    world = SeeingWorld(6)
+    teachers = [denoising_policy(world, seed=seed) for seed in range(2)]
+    composed = TaskTeachers(dict(zip(INSTRUCTIONS, teachers, strict=True)), INSTRUCTIONS)
+    results = [
+        evaluate_policy(SeeingWorld(rows), policy, range(12), deterministic=False)
+        for policy, rows in ((composed, 6), (composed, 4), *((teacher, 6) for teacher in teachers))
+    ]
+    both, fewer_rows, *alone = results
+    assert len(set(both.instructions)) == 2
+    owners = [INSTRUCTIONS.index(text) for text in both.instructions]
+    expected = [alone[owner].returns[episode] for episode, owner in enumerate(owners)]
+    assert both.returns.tolist() == pytest.approx(expected)
+    assert fewer_rows.returns.tolist() == pytest.approx(expected)
+    assert alone[0].returns.tolist() != pytest.approx(alone[1].returns.tolist())
 
 
 @pytest.mark.long
