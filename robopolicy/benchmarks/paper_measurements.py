@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from robopolicy.benchmarks.papers import EPISODES, Arm, composed, tuned
+from robopolicy.benchmarks.papers import EPISODES, arm_in, composed, tuned
 from robopolicy.benchmarks.rates import rate_of, short
 from robopolicy.benchmarks.runs import logged, modelled, pretrained, settings_of
 from robopolicy.benchmarks.small_worlds import DOORS, TRIES, DoorsWorld, LineWorld
@@ -67,19 +67,6 @@ SMALL_PPO: dict[str, Any] = {
     "auxiliaries": ("entropy",),
 }
 """Settings of policies that learn from nothing in a world of a few lines."""
-TOKENS = (
-    "finetune.algorithm=grpo",
-    "finetune.iterations=10",
-    "finetune.groups=32",
-    "finetune.group_size=8",
-    "finetune.learning_rate=5e-4",
-    "finetune.minibatch=1024",
-    "finetune.epochs=2",
-    "finetune.clip=0.2",
-    "finetune.target_kl=0.2",
-    "finetune.ratio_tolerance=10",
-)
-"""Settings of Jet-RL's two runs."""
 WORKERS = (
     "workers.count=2",
     "finetune.algorithm=grpo",
@@ -180,7 +167,7 @@ def remembered_doors(config: Config, root: Path, seed: int) -> Values:
 def doors_success(history: int, seed: int) -> dict[str, float]:
     """Return the success of the second episode of trials, of a policy that learned with a window of `history` frames.
 
-    Without any memory it is 75 %: three of the four doors may be tried in each episode.
+    With one frame, which has the last action, it is 75 % at most: three of the four doors may be tried in each episode.
     """
 
     def trials(rows: int) -> World:
@@ -244,7 +231,7 @@ def eight_bits(config: Config, root: Path, seed: int) -> Values:
     """
     values: Values = {}
     for part, precision in (("baseline", "fp32"), ("method", "fp8")):
-        arm = Arm("push_cube", "small_token", (*TOKENS, f"finetune.precision={precision}"))
+        arm = arm_in("tokens", f"finetune.precision={precision}", "finetune.ratio_tolerance=10")
         values[part] = tuned(composed(config, root, arm, seed), arm.task, in_eight_bits)["success"]
     return values
 

@@ -1,10 +1,11 @@
 """One small experiment for each paper: does its claim show in the smallest world where it can?
 
 papers.yaml has the experiments: a claim, the settings of a method and of the baseline that it is compared with, and the
-metric that the claim is about. All runs of a seed start from the same pre-trained policy and the same initial states;
-baselines with equal settings are run once. Every run is one file, <task>/runs/<label>/<seed>.json, so an interrupted
-benchmark resumes with what is missing. A claim that is not about the outcome of fine-tuning names a function instead,
-`measured_by`, which measures both (`paper_measurements`); its file is measured/<name>/<seed>.json.
+metric that the claim is about. Both runs of a seed start from the same pre-trained policy, unless the claim is about it,
+and the same initial states; baselines with equal settings are run once. Every run is one file,
+<task>/runs/<label>/<seed>.json, so an interrupted benchmark resumes with what is missing. A claim that is not about the
+outcome of one fine-tuning run names a function instead, `measured_by`, which measures both (`paper_measurements`,
+`paper_runs`); its file is measured/<name>/<seed>.json.
 
 Rule, in `evaluation.paper_effects`: a success rate is "shown" (or "reversed") if the 95 % interval of the difference,
 pooled over seeds, excludes 0 and no seed contradicts it; another metric if the worst seed of one is better than the
@@ -155,8 +156,8 @@ class Measurement:
     function: str
 
 
-def read_experiments(path: Path = FILE) -> tuple[dict[str, Experiment | Measurement], dict[str, str]]:
-    """Return the experiment of each paper by id, and for each paper without one the reason."""
+def read_experiments(path: Path = FILE) -> dict[str, Experiment | Measurement]:
+    """Return the experiment of each paper by id."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     experiments: dict[str, Experiment | Measurement] = {}
     for paper, row in content["experiments"].items():
@@ -175,7 +176,7 @@ def read_experiments(path: Path = FILE) -> tuple[dict[str, Experiment | Measurem
         )
         names = (row.get("baseline", scene["baseline"]), row.get("name", paper))
         experiments[paper] = Experiment(row["claim"], row.get("metric", "success"), names, baseline, method)
-    return experiments, content["not_shown_in_small_worlds"]
+    return experiments
 
 
 def _settings_of_scene(content: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -298,7 +299,7 @@ def evaluated(config: Config, world: World, policy: Policy) -> dict[str, Any]:
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Run what is missing, all experiments of a seed before the next seed, and return the results of all."""
-    experiments, _ = read_experiments()
+    experiments = read_experiments()
     names = chosen_from(config, experiments)
     for seed in config.bench.seeds:
         for name in names:
@@ -312,13 +313,13 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def collected(root: Path, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Return {"experiments": {paper: results}, "reasons": {paper: why it has none}} of the runs that are finished."""
-    experiments, reasons = read_experiments()
+    """Return {"experiments": {paper: results}} of the runs that are finished."""
+    experiments = read_experiments()
     rows: dict[str, Any] = {}
     for name in names:
         if each := {str(seed): found for seed in seeds if (found := _results(root, experiments[name], seed))}:
             rows[name] = {**_described(experiments[name]), "seeds": each}
-    return {"experiments": rows, "reasons": reasons}
+    return {"experiments": rows}
 
 
 def _described(experiment: Experiment | Measurement) -> dict[str, Any]:
@@ -372,7 +373,7 @@ def _course(run: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return the table of all experiments, and that of papers without one."""
+    """Return the table of all experiments."""
     header = ["paper", "claim", "compared", "metric", "baseline", "method", "effect"]
     lines = []
     for paper, row in figures["experiments"].items():
@@ -380,9 +381,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
         compared = f"{row['names'][1]} against {row['names'][0]}, {row['task']}"
         lines.append([paper, row["claim"], compared, row["metric"], *rates, experiment_text(row)])
     title = "Experiments of papers: success, or the metric of a measurement, mean over seeds (range)"
-    reasons = [[paper, reason] for paper, reason in figures["reasons"].items()]
-    without = [Table("Papers whose claim no small world can show", ["paper", "reason"], reasons)] if reasons else []
-    return [Table(title, header, lines), *without]
+    return [Table(title, header, lines)]
 
 
 def _spread(seeds: Sequence[Mapping[str, Any]], part: str) -> str:

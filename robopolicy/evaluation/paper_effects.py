@@ -85,12 +85,9 @@ def reversed_effects(preset: str) -> list[str]:
 
 
 def _experiment_of(paper: Paper) -> str:
-    """Return the effect in the paper's own experiment, or the reason why it has none, "" if there is neither."""
-    figures = published(EXPERIMENTS)
-    row, reason = (figures.get(key, {}).get(paper.id) for key in ("experiments", "reasons"))
-    if row is not None:
-        return f"{experiment_text(row)} (bench {EXPERIMENTS})"
-    return f"not shown in a small world: {reason}" if reason else ""
+    """Return the effect in the paper's own experiment, "" if it has none."""
+    row = published(EXPERIMENTS).get("experiments", {}).get(paper.id)
+    return "" if row is None else f"{experiment_text(row)} (bench {EXPERIMENTS})"
 
 
 def values_at(figures: Mapping[str, Any], path: str) -> list[Any]:
