@@ -83,7 +83,7 @@ def instruction_set(
     """
     patterned = any(fnmatchcase(text, instructions) for text in task.instructions)
     if not patterned:
-        _require_known("instructions", instructions, INSTRUCTIONS)
+        _require_known("instructions", instructions, INSTRUCTIONS, " or a pattern that matches an instruction")
     _require_known("phrasing", phrasing, PHRASINGS)
     if plain_share is not None and (phrasing != ALL or not 0 <= plain_share <= 1):
         raise ConfigError(f"plain_share={plain_share} is a fraction of episodes, in [0, 1], with phrasing={ALL}.")
@@ -172,9 +172,9 @@ class WithPlainInstructions:
         return self.controller.act({**observation, TASK: np.array([self._plain.get(text, text) for text in texts])})
 
 
-def _require_known(option: str, value: str, known: Sequence[str]) -> None:
+def _require_known(option: str, value: str, known: Sequence[str], otherwise: str = "") -> None:
     if value not in known:
-        raise ConfigError(f"{option}={value!r} must be one of {', '.join(known)}.{did_you_mean(value, known)}")
+        raise ConfigError(f"{option}={value!r} must be one of {', '.join(known)}{otherwise}.{did_you_mean(value, known)}")
 
 
 keep_former_names(

@@ -122,7 +122,8 @@ NOISY_LABELS = {
 }
 """What its recipe was before its expert's clean labels; the rows of `bench inference` learned from it."""
 
-HEARD = "collect.episodes=800", "train.fit.steps=1600"
+INSTRUCTED = "collect.episodes=800", "train.fit.steps=1600"
+"""Of policies that read the instructions of push_choice: how many demonstrations and steps."""
 READS = (
     "policy.kind=diffusion",
     "policy.prediction_steps=4",
@@ -130,7 +131,7 @@ READS = (
     "policy.min_sampling_std=0.3",
     "policy.min_logprob_std=0.3",
     "policy.text_encoder=film",
-    *HEARD,
+    *INSTRUCTED,
 )
 """A diffusion policy that reads instructions, for push_choice, whose recipe has a token policy."""
 ALL_WORDS = "world.options.phrasing=all"
@@ -156,7 +157,7 @@ BASES = {
     "words": Changes((*READS, ALL_WORDS)),
     "mostly_plain": Changes((*READS, ALL_WORDS, "world.options.plain_share=0.98")),
     "rarely_plain": Changes((*READS, ALL_WORDS, "world.options.plain_share=0.01")),
-    "mostly_plain_token": Changes((*COARSE, *HEARD, ALL_WORDS, "world.options.plain_share=0.9")),
+    "mostly_plain_token": Changes((*COARSE, *INSTRUCTED, ALL_WORDS, "world.options.plain_share=0.9")),
     "reader": Changes(READS),
     "noisy_flow": Changes(("policy.kind=flow", "policy.flow_noise=learned", *LESS_NOISE)),
 }
@@ -244,7 +245,7 @@ TUNED_BASES = {
     "fluent": Variant("words", (*LONGER, ALL_WORDS)),
 }
 """Policies that have been fine-tuned already: warm as far as this; of push_choice, red and blue on two instructions,
-both on all four, as long, and fluent on all in all wordings.
+both on all four, each as long, and fluent on all in all wordings.
 """
 
 

@@ -105,6 +105,7 @@ def test_the_spec_says_what_texts_mean_and_comes_back_from_json(task):
     ("options", "text"),
     [
         ({"instructions": "heldout"}, "Did you mean 'held_out'"),
+        ({"instructions": "push the green*"}, "or a pattern that matches an instruction"),
         ({"phrasing": "plane"}, "Did you mean 'plain'"),
         ({"instructions": "held_out"}, "has none of these"),
         ({"phrasing": "paraphrased"}, "has no paraphrase of 'push the red cube to the left goal'"),
