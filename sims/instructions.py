@@ -174,7 +174,9 @@ class WithPlainInstructions:
 
 def _require_known(option: str, value: str, known: Sequence[str], otherwise: str = "") -> None:
     if value not in known:
-        raise ConfigError(f"{option}={value!r} must be one of {', '.join(known)}{otherwise}.{did_you_mean(value, known)}")
+        raise ConfigError(
+            f"{option}={value!r} must be one of {', '.join(known)}{otherwise}.{did_you_mean(value, known)}"
+        )
 
 
 keep_former_names(

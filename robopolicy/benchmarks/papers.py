@@ -1,8 +1,8 @@
 """One small experiment for each paper: does its claim show in the smallest world where it can?
 
 papers.yaml has the experiments: a claim, the settings of a method and of the baseline that it is compared with, and the
-metric that the claim is about. Both runs of a seed start from the same pre-trained policy, unless the claim is about it,
-and the same initial states; baselines with equal settings are run once. Every run is one file,
+metric that the claim is about. Both runs of a seed start from the same pre-trained policy, unless the claim is about
+it, and the same initial states; baselines with equal settings are run once. Every run is one file,
 <task>/runs/<label>/<seed>.json, so an interrupted benchmark resumes with what is missing. A claim that is not about the
 outcome of one fine-tuning run names a function instead, `measured_by`, which measures both (`paper_measurements`,
 `paper_runs`); its file is measured/<name>/<seed>.json.

@@ -248,13 +248,14 @@ class EpisodeGenerator(torch.Generator):
 
     @contextmanager
     def part(self, rows: Array) -> Generator["EpisodeGenerator"]:
-        """Context of a policy call for `rows` (indices [R]) alone inside `decision()`; gives the generator of these rows.
+        """Context of a policy call for `rows` (indices [R]) alone, inside `decision()`; yields their generator.
 
-        They draw what they would in a decision of their own. What this generator draws afterwards repeats their numbers.
+        They draw what this generator would have drawn for them next, and may draw again.
         """
         part = EpisodeGenerator(self._noise, self.device)
         part._episodes, part._decisions = self._episodes[rows], self._decisions[rows] - 1
         with part.decision():
+            part._drawn = self._drawn
             yield part
 
     def normal(self, shape: Sequence[int], axis: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -133,6 +133,17 @@ def test_an_episode_that_begins_later_in_another_row_draws_the_same():
             torch.testing.assert_close(OWN["two_draws"](generator, 3)[[2, 0]], each, rtol=0, atol=0)
 
 
+def test_a_part_of_the_rows_draws_what_all_rows_would_draw_for_them():
+    rows, draws = np.array([2, 0]), EpisodeGenerator(1)
+    draws.begin([5, 6, 7])
+    for first in (0, 3):
+        with draws.decision():
+            normal([3, first], draws)
+            with draws.part(rows) as part:
+                own = normal([2, 4], part)
+            assert torch.equal(own, normal([3, 4], draws)[rows])
+
+
 def test_an_ordinary_generator_draws_what_torch_draws():
     one, two = (torch.Generator().manual_seed(3) for _ in range(2))
     torch.testing.assert_close(normal((4, 3), one), torch.randn(4, 3, generator=two), rtol=0, atol=0)
