@@ -40,6 +40,7 @@ from robopolicy.building.guidance import load_guidance
 from robopolicy.building.policies import choose_device, load_trainable
 from robopolicy.building.worlds import build_collection_world, build_critic, build_world
 from robopolicy.configuration import Config, compose
+from robopolicy.core.errors import DataError
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.registry import load_dotted
 from robopolicy.core.run import RunFolder
@@ -74,11 +75,13 @@ REFERENCE = re.compile(r"<([\w ]+)>")
 
 
 def mean_of(name: str) -> Callable[[Mapping[str, Any]], float]:
-    """Return a function of a run: the mean of a metric over the iterations that record it, 0 if none does."""
+    """Return a function of a run: the mean of a metric over the iterations that record it (DataError: none does)."""
 
     def mean(run: Mapping[str, Any]) -> float:
         values = [record[name] for record in run["records"] if name in record]
-        return sum(values) / max(1, len(values))
+        if not values:
+            raise DataError(f"No iteration recorded '{name}'.")
+        return sum(values) / len(values)
 
     return mean
 

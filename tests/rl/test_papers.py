@@ -21,6 +21,7 @@ from robopolicy.benchmarks.papers import (
     collected,
     evaluated,
     last_of_each,
+    mean_of,
     measured,
     read_experiments,
     tables,
@@ -213,6 +214,13 @@ def test_arms_with_equal_settings_are_one_run():
     bnpo, seed_grpo = experiment_of("BNPO"), experiment_of("SEED-GRPO")
     assert bnpo.baseline.label == seed_grpo.baseline.label != bnpo.method.label
     assert last_of_each(("a=1", "b=2", "a=3")) == ("a=3", "b=2")
+
+
+def test_a_metric_that_no_iteration_records_has_no_mean():
+    run = {"records": [{"kl": 0.1}, {}, {"kl": 0.3}]}
+    assert mean_of("kl")(run) == pytest.approx(0.2)
+    with pytest.raises(DataError, match="No iteration recorded 'signal'"):
+        mean_of("signal")(run)
 
 
 def experiment_of(paper: str) -> Experiment:
