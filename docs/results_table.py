@@ -173,6 +173,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     ),
     "World models": (
         IMAGINED,
+        _imagined("The same from pictures, behind the model's encoder, from demonstrations on", "push_t", "pictures"),
+        _imagined("Push a cube: the same from pictures", "push_cube", "pictures"),
         _imagined("Pick and place: PPO inside a world model", "pick_place", "ensemble"),
         _imagined("Push a cube: PPO inside a world model", "push_cube", "ensemble"),
         _imagined(

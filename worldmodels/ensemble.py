@@ -3,12 +3,14 @@
 All members are one batched tensor. Each predicts mean and variance of the change of the free state elements; each
 imagined step uses a random member. Uncertainty is the disagreement of the members' means. Deviations from MOPO: rewards
 and success come from `StepHeads` instead of extra outputs; members differ by initial weights and minibatches, not by
-bootstrapped data sets; all members are used as elites.
+bootstrapped data sets; all members are used as elites; a robot's own vector changes by a least-squares fit on itself
+and the action, and the networks predict what that leaves. Actuators follow commands almost linearly, and a network that
+has to learn it errs by as much as a slow policy moves, which then stands still in imagination.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,13 +20,14 @@ from torch.nn import functional
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import PROGRESS, SUCCESS, success_bonus
-from robopolicy.core.spec import Field, WorldSpec
+from robopolicy.core.spec import STATE, Field, WorldSpec
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.blocks import Members
 from worldmodels.checkpoint import Described
 from worldmodels.configuration import MAX_LOGVAR, MIN_LOGVAR, EnsembleConfig
 from worldmodels.data import (
+    TOLERANCE,
     Standardised,
     StateStructure,
     find_structure,
@@ -41,10 +44,15 @@ from worldmodels.protocol import Context, Imagined, Latent, counters, uniforms_o
 from worldmodels.rollouts import RolloutStage
 
 
+ROUNDING = 1e-6
+"""Part of an element's change, in standard deviations, that counts as none."""
+
+
 class EnsembleModel(Described[EnsembleConfig], Standardised):
     """A `LearnedModel` of the non-image fields of `spec`; create it with `build` or `load_world_model`.
 
-    success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
+    success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success"); robot: elements
+    of the state that are the robot's own, by default those of observation.state.
     """
 
     configuration = EnsembleConfig
@@ -52,6 +60,9 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
 
     delta_mean: Tensor
     delta_std: Tensor
+    robot: Tensor
+    robot_free: Tensor
+    response: Tensor
     uncertainty_quantiles: Tensor
 
     def __init__(
@@ -61,6 +72,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         structure: StateStructure,
         success_bonus: float,
         seed: int = 0,
+        robot: Sequence[int] | None = None,
     ):
         super().__init__(config, spec, structure, success_bonus)
         self.state_vector = StateVector.learned(spec)
@@ -83,6 +95,14 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         self.max_logvar = nn.Parameter(torch.full((free,), MAX_LOGVAR))
         self.min_logvar = nn.Parameter(torch.full((free,), MIN_LOGVAR))
         self.register_statistics(state=states, action=actions, delta=free)
+        if robot is None:
+            robot = range(states)[self.state_vector.slices.get(STATE, slice(0))]
+        moving = structure.free.tolist()
+        columns = [moving.index(element) for element in robot if element in moving]
+        self.register_buffer("robot", torch.tensor(list(robot), dtype=torch.long), persistent=False)
+        self.register_buffer("robot_free", torch.tensor(columns, dtype=torch.long), persistent=False)
+        self.register_buffer("response", torch.zeros(len(robot) + actions + 1, len(columns)))
+        self.register_load_state_dict_pre_hook(_without_response)
         self.register_buffer("uncertainty_quantiles", torch.zeros(101))
 
     @classmethod
@@ -120,14 +140,37 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
 
     @torch.no_grad()
     def fit_statistics(self, data: Transitions) -> None:
-        """Fit the standardisation of inputs and targets: means and deviations [S], [A] and [F] over the steps."""
-        change = data.next_state - data.state
-        values = {"state": data.state, "action": data.action, "delta": change[:, self.structure.free.to(change.device)]}
-        self.keep_statistics(means_and_deviations(values))
+        """Fit the robot's response, and the standardisation of inputs and of what is left to predict: means and
+        deviations [S], [A] and [F] over the steps.
+        """
+        change = (data.next_state - data.state)[:, self.structure.free.to(data.state.device)]
+        if len(self.robot_free):
+            inputs = self._response_inputs(data.state, data.action).double()
+            target = change[:, self.robot_free.to(change.device)].double()
+            weights = torch.linalg.lstsq(inputs, target).solution
+            # What the fit leaves of a zero depends on how the machine adds up.
+            share = weights.abs() * inputs.square().mean(0).sqrt()[:, None] / target.std(0).clamp_min(1e-9)
+            self.response.copy_(torch.where(share < ROUNDING, 0.0, weights))
+        left = change - self.responded(data.state, data.action)
+        self.keep_statistics(means_and_deviations({"state": data.state, "action": data.action, "delta": left}))
+        # What is exactly linear leaves rounding errors, which are not worth learning.
+        self.delta_std.clamp_min_(TOLERANCE * change.std(0, correction=0).to(self.delta_std.device))
         self.heads.fit_statistics(data)
 
+    def _response_inputs(self, state: Tensor, action: Tensor) -> Tensor:
+        return torch.cat([state[..., self.robot.to(state.device)], action, torch.ones_like(action[..., :1])], -1)
+
+    def responded(self, state: Tensor, action: Tensor) -> Tensor:
+        """Return the linear part [..., F] of the change of the free elements, in the world's units: that of the robot's
+        own elements, from states [..., S] and actions [..., A]; 0 for others.
+        """
+        part = self._response_inputs(state, action) @ self.response.to(state.device)
+        change = part.new_zeros(*part.shape[:-1], len(self.structure.free))
+        change[..., self.robot_free.to(state.device)] = part
+        return change
+
     def predict(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return standardised mean and log-variance [M, N, F] of the change of the free elements."""
+        """Return standardised mean and log-variance [M, N, F] of the change of the free elements beyond `responded`."""
         x = torch.cat([self.standard("state", state), self.standard("action", action)], -1)
         mean, logvar = self.dynamics(x).chunk(2, -1)
         return mean, self._bounded(logvar)
@@ -141,7 +184,8 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         state = batch["state"]
         action = batch["action"]
         after = batch["next_state"]
-        target = self.standard("delta", (after - state)[..., self.structure.free])
+        change = (after - state)[..., self.structure.free]
+        target = self.standard("delta", change - self.responded(state, action))
         likelihood = self.likelihood(*self.predict(state, action), target)
         # The heads are no ensemble: they learn from the rows of the first member.
         first = {name: value[0] for name, value in batch.items() if not name.startswith("success")}
@@ -228,6 +272,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         means = []
         rows = torch.arange(actions.shape[1], device=actions.device)
         for step, action in enumerate(self.standard("action", actions)):
+            response = self.responded(path[-1], actions[step])
             output = self._outputs(self.standard("state", path[-1]), action)
             mean, logvar = output.chunk(2, -1)
             # Each row draws its member anew at every step (PETS calls this TS1), so that the bias of one member does
@@ -236,7 +281,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
             if self.config.sample:
                 deviation = (0.5 * self._bounded(logvar[members[step], rows])).exp()
                 sample = sample + deviation * noise[step]
-            change = torch.addcmul(self.delta_mean, self.delta_std, sample)
+            change = torch.addcmul(self.delta_mean, self.delta_std, sample) + response
             # The change is added to the state before, so constants keep their value bit by bit.
             path.append(structure.complete(path[-1].index_add(1, structure.free, change)))
             means.append(mean)
@@ -303,6 +348,11 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         # ndtri inverts the normal distribution's cumulative one: uniforms become standard normal numbers.
         noise = torch.from_numpy(ndtri(np.clip(draws[..., 1:], 1e-9, 1 - 1e-9)).astype(np.float32))
         return members.to(step.device), noise.to(step.device)
+
+
+def _without_response(model: nn.Module, weights: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Complete weights of an earlier revision, whose networks predict all of the change."""
+    weights.setdefault(f"{prefix}response", torch.zeros_like(model.get_buffer("response")))
 
 
 def _disagreement(mean: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import success_bonus
 from robopolicy.core.sequences import SequenceData
-from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, Field, WorldSpec
+from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, Field, WorldSpec
 from robopolicy.core.structured import to_plain
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.vision import is_vision_folder
@@ -94,7 +94,8 @@ class LatentEnsembleModel(nn.Module):
             self.autoencoder = FrameAutoencoder(images, config, vision)
         latent = Field((self.vector.size + self.autoencoder.size,))
         latent_spec = replace(spec, observation={LATENT: latent}, history=1)
-        self.ensemble = EnsembleModel(config.ensemble, latent_spec, structure, success_bonus, seed)
+        robot = range(self.vector.size)[self.vector.slices.get(STATE, slice(0))]  # vectors lead the latent
+        self.ensemble = EnsembleModel(config.ensemble, latent_spec, structure, success_bonus, seed, robot)
         self.readout = readout
         size = latent.size
         self.drawing = FrameDrawing(images, size, seed) if config.drawing_step_ratio else None

@@ -48,7 +48,11 @@ class Dynamics(Protocol):
         ...
 
     def predict(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return standardised mean and log-variance [M, N, F] of the change of the free elements."""
+        """Return standardised mean and log-variance [M, N, F] of the change of the free elements beyond `responded`."""
+        ...
+
+    def responded(self, state: Tensor, action: Tensor) -> Tensor:
+        """Return the linear part [..., F] of that change, in the world's units."""
         ...
 
     def likelihood(self, mean: Tensor, logvar: Tensor, target: Tensor) -> Tensor:
@@ -102,10 +106,11 @@ class RolloutStage(nn.Module):
         total = torch.zeros(states.shape[:2], device=states.device)
         for step in range(steps):
             mean, logvar = model.predict(state, actions[..., step, :])
+            response = model.responded(state, actions[..., step, :])
             if step == 0 and model.config.sample:
                 change = (states[..., 1, :] - state)[..., structure.free]
-                losses["likelihood"] = model.likelihood(mean, logvar, model.standard("delta", change))
-            change = torch.addcmul(model.delta_mean, model.delta_std, mean)
+                losses["likelihood"] = model.likelihood(mean, logvar, model.standard("delta", change - response))
+            change = torch.addcmul(model.delta_mean, model.delta_std, mean) + response
             state = structure.complete(state.index_add(-1, structure.free, change))
             error = (state - states[..., step + 1, :])[..., structure.free] / model.delta_std
             each = functional.huber_loss(error, torch.zeros_like(error), reduction="none").mean(-1)

@@ -3,7 +3,7 @@
 The first arm runs the verbs of a recipe; the second repeats it from the same base and model with one thread; further
 arms change the model, or the BC weight toward the base. The others have a model of only 5,000 steps of nearly perfect
 demonstrations, where imagined and real success diverge, with one remedy each; the last continues training its model
-while a BC loss keeps the policy near its base.
+while a BC loss keeps the policy near its base. "pictures" is a pipeline of its own, from demonstrations on.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,13 @@ import numpy as np
 from robopolicy.benchmarks.rates import pooled, rate_of, rate_text, spread_text
 from robopolicy.benchmarks.runs import IMAGE_MODELS, chosen_from, demonstrations, modelled, pretrained, settings_of
 from robopolicy.configuration import Config, compose
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json
 from robopolicy.evaluation.plots import imagination_curves, imagined_beside_real
 from robopolicy.evaluation.report import Section
 from robopolicy.runs import is_complete
-from robopolicy.verbs import imagine
+from robopolicy.verbs import imagine, pipeline
 from robopolicy.verbs.bench import Benchmark, Table
 
 LONGER = ("finetune.target_success=0.98",)
@@ -49,6 +50,9 @@ FOOLED = (
     "finetune.checkpoint_every=5",
 )
 """The success classifier alone pays (as in DiWA), and what is real neither ends the run nor chooses the policy."""
+
+PICTURES = {"push_cube": "imagine_pixels", "push_t": "imagine_pixels_push_t"}
+"""Recipe of the pipeline by task, for a policy behind the encoder of a world model that sees the top camera."""
 
 EXPERTS = "finetune.auxiliaries=[experts]"
 """Imitates recorded successes on the side."""
@@ -78,6 +82,7 @@ ARMS: dict[str, Arm] = {
     "ensemble, one thread": Arm("ensemble", knows_base=None, settings=("run.threads=1",)),
     "ensemble, near its base": Arm("ensemble", knows_base=None, settings=(NEAR,)),
     "rssm": Arm("rssm", ("worldmodel.kind=rssm",), settings=LONGER),
+    "pictures": Arm("latent_ensemble"),
     "pixel_diffusion": Arm("pixel_diffusion", IMAGE_MODELS["pixel_diffusion"], settings=(*LONGER, *FEWER)),
     "narrow": narrow(),
     "narrow, watched": narrow("imagine.select_by=real", "imagine.patience=4", "imagine.divergence_threshold=0.2"),
@@ -118,6 +123,13 @@ def measure(config: Config, root: Path, task: str, name: str) -> dict[str, Any]:
 def tuned_in_imagination(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
     """Return the run folder of an arm; missing base, model and fine-tuning are run."""
     arm, label = ARMS[name], name.replace(", ", "_").replace(" ", "_")
+    if name == "pictures":
+        if task not in PICTURES:
+            raise ConfigError(f"bench.only: 'pictures' has no recipe for {task}; tasks: {', '.join(PICTURES)}.")
+        run = f"run.root={root / task}", f"run.name={label}", f"run.seed={seed}", f"run.threads={config.run.threads}"
+        overrides = f"pipeline.overrides=[{','.join(repr(each) for each in config.bench.overrides)}]"
+        pipeline.run(compose([f"recipe={PICTURES[task]}", *run, overrides]))
+        return root / task / "pipeline" / label / str(seed) / "imagine" / "imagined" / str(seed)
     folder = root / task / "imagine" / label / str(seed)
     if not is_complete(folder):
         base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"

@@ -76,7 +76,7 @@ MODELS = {
         {
             "push_cube": ("worldmodel.transitions=60000", "worldmodel.fit.steps=5000"),
             "pick_place": ("world.cameras=[front,wrist]",),
-            "push_t": ("worldmodel.transitions=80000",),
+            "push_t": ("worldmodel.transitions=80000", "worldmodel.fit.steps=6000"),
         },
     ),
     **{kind: Changes(settings) for kind, settings in IMAGE_MODELS.items()},
@@ -87,11 +87,12 @@ are some 49,000 on push_t, are those of noisy experts, play and a policy.
 """
 
 RANKED = {
-    "latent_ensemble": ("world.imagination.success=state",),
+    "latent_ensemble": ("world.imagination.success=state", "world.imagination.debounce=3"),
     "video": ("rank.episodes=64",),
 }
-"""Settings of `rank` by kind: policies of states act on the readout of latents, and its distance to the goal decides;
-with video, as many episodes of every policy as the recipe says would take hours.
+"""Settings of `rank` by kind: policies of states act on the readout of latents, and its distance to the goal decides,
+for three steps, since errors of reading cross a threshold by chance; with video, as many episodes of every policy as
+the recipe says would take hours.
 """
 
 CLONES = "novice", "few", "base", "many"

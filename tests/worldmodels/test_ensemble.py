@@ -24,9 +24,9 @@ from worldmodels.initial_states import context_at, keyframes, recorded_starts
 from worldmodels.protocol import Context
 
 
-def trained(steps=400, **options):
+def trained(steps=400, power=1, **options):
     torch.set_num_threads(1)
-    train, held = recorded().split(0.1, torch.Generator().manual_seed(0))
+    train, held = recorded(power=power).split(0.1, torch.Generator().manual_seed(0))
     config = EnsembleConfig(members=3, width=64, depth=2, head_width=64, **options)
     model = EnsembleModel.build(config, SPEC, train, seed=0)
     generators = Generators(0)
@@ -57,6 +57,42 @@ def test_structure_is_read_off_the_data(learned):
     assert structure.derived.tolist() == [4, 5]
     state = torch.tensor([[0.1, 0.2, 0.5, -0.5, 9.0, 9.0]])
     assert torch.allclose(structure.complete(state)[0, 4:], torch.tensor([0.4, -0.7]), atol=1e-4)
+
+
+def test_a_robot_answers_small_commands_before_anything_is_learned():
+    data = recorded(30)
+    model = EnsembleModel.build(EnsembleConfig(members=2, width=16, depth=1, head_width=8), SPEC, data, seed=0)
+    transitions = recorded_transitions(data)
+    inputs = np.concatenate([transitions.state[:, :2], transitions.action, np.ones((len(transitions), 1))], 1)
+    change = (transitions.next_state - transitions.state)[:, :2].numpy()
+    fitted = np.linalg.lstsq(inputs.astype(np.float64), change, rcond=None)[0]
+    assert np.allclose(model.response, fitted, atol=1e-5)
+    state, action = torch.tensor([[0.1, 0.2, 0.5, -0.5, 0.4, -0.7]]), torch.tensor([[0.01, -0.02]])
+    after, _ = model.imagine(
+        {"state": state, "seed": torch.zeros(1, dtype=int), "step": torch.zeros(1, dtype=int)}, action
+    )
+    assert torch.allclose((after["state"] - state)[0, :2], 0.2 * action[0], atol=5e-4)
+    assert torch.allclose(model.delta_std, torch.tensor(1e-3 * change.std(0)), rtol=1e-3), "nothing is left to learn"
+    others = EnsembleModel(model.config, SPEC, model.structure, model.success_bonus, robot=())
+    assert others.response.shape == (3, 0) and not others.responded(state, action).any()
+
+
+def test_weights_of_a_revision_without_a_response_predict_as_they_did():
+    model = EnsembleModel.build(EnsembleConfig(members=2, width=16, depth=1, head_width=8), SPEC, recorded(12), seed=0)
+    weights = {name: value for name, value in model.state_dict().items() if name != "response"}
+    assert model.responded(torch.ones(1, 6), torch.ones(1, 2)).any()
+    model.load_state_dict(weights)
+    assert not model.responded(torch.ones(1, 6), torch.ones(1, 2)).any()
+
+
+def test_what_a_linear_answer_leaves_is_learned():
+    model, held = trained(power=3)
+    data = recorded_transitions(held)
+    state, action = (value.expand(3, -1, -1) for value in (data.state, data.action))
+    mean, _ = model.predict(state, action)
+    left = (data.next_state - data.state)[:, :2] - model.responded(data.state, data.action)
+    learned_part = model.delta_mean + model.delta_std * mean.mean(0)
+    assert (left - learned_part).square().mean() < 0.1 * left.square().mean()
 
 
 def test_it_learns_the_known_dynamics(learned):

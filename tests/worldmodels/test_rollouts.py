@@ -38,7 +38,8 @@ def in_turn(model, batch):
                 inputs = torch.cat([model.standard("state", state), model.standard("action", action)])
                 outputs = model.dynamics(inputs.expand(model.config.members, 1, -1))[member, 0]
                 state = state.clone()
-                state[:2] += model.delta_mean + model.delta_std * outputs[: len(outputs) // 2]
+                inputs = torch.cat([state[model.robot], action, torch.ones(1)])
+                state[:2] += model.delta_mean + model.delta_std * outputs[: len(outputs) // 2] + inputs @ model.response
                 state[4:] = state[2:4] - state[:2]  # to the goal, which never moves
                 if not batch["valid"][member, row, step]:
                     break
