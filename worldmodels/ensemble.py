@@ -43,7 +43,6 @@ from worldmodels.heads.state import StepHeads, success_batch
 from worldmodels.protocol import Context, Imagined, Latent, counters, uniforms_of
 from worldmodels.rollouts import RolloutStage
 
-
 ROUNDING = 1e-6
 """Part of an element's change, in standard deviations, that counts as none."""
 
