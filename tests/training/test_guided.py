@@ -189,7 +189,7 @@ def test_episodes_are_drawn_again_by_the_agent_as_it_learns(source, log, tmp_pat
     small = ["offline.guided.episodes=6", "offline.guided.length=4", "offline.guided.steps=2"]
     small += [
         "offline.guided.width=16",
-        "offline.imagined_episodes=5",
+        "offline.imagined_episodes=20",
         "offline.imagined_steps=4",
         f"offline.model={log / 'model'}",
     ]
@@ -209,7 +209,7 @@ def test_ravl_learns_from_short_imagined_rollouts_whose_end_is_no_end_of_the_tas
         "offline.agent=edac",
         "offline.agent.critics=3",
         "offline.data=[recorded,imagined]",
-        "offline.imagined_episodes=5",
+        "offline.imagined_episodes=20",
     ]
     ravl += ["offline.imagined_steps=4", f"offline.model={log / 'model'}"]
     config = compose(settings(log, tmp_path, *ravl))
@@ -225,4 +225,4 @@ def test_ravl_learns_from_short_imagined_rollouts_whose_end_is_no_end_of_the_tas
     last = data.next_known.logical_not() & cut[data.episode]
     assert int(last.sum()) and not bool(data.terminated[last].any())  # so what lies behind the end is asked for
     assert main(["offline", *settings(log, tmp_path, *ravl, "run.name=ravl")]) == 0
-    assert "recorded (170 steps), 5 imagined" in " ".join(capsys.readouterr().out.split())
+    assert "recorded (170 steps), 20 imagined" in " ".join(capsys.readouterr().out.split())
