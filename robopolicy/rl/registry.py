@@ -210,7 +210,9 @@ class Need(Enum):
     FLOW_VALUES = "a critic of noisy actions (models=[flow_critic])"
     ENTROPY = "the entropy of every step under the acting policy"
     BLACKOUT_SCORES = "log-probabilities of the same steps with blacked-out patches in the camera images (cameras)"
-    BLACKOUT_DIVERGENCE = "the KL divergence of steps from those with blacked-out patches in the camera images (cameras)"
+    BLACKOUT_DIVERGENCE = (
+        "the KL divergence of steps from those with blacked-out patches in the camera images (cameras)"
+    )
     CONTRAST_SCORES = (
         "log-probabilities of the same steps under another instruction (a world with several instructions)"
     )
