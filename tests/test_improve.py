@@ -12,6 +12,7 @@ from robopolicy.configuration import Config, compose
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.run import RunFolder
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
+from robopolicy.verbs import improve as improve_verb
 from robopolicy.verbs import job
 from robopolicy.verbs.improve import again, changes, setting
 from robopolicy.verbs.verb import VERBS, declaration
@@ -169,7 +170,9 @@ def test_a_killed_run_goes_on_and_does_nothing_twice(root: Path, able: Path, cap
 
 
 @pytest.mark.long
-def test_a_time_budget_limits_the_iterations_and_one_that_is_too_short_is_refused(root: Path, capsys):
+def test_a_time_budget_limits_the_iterations_and_one_that_is_too_short_is_refused(root: Path, capsys, monkeypatch):
+    speed = {"loading": 3.0, "iteration": 20.0, "episode": 0.01, "episodes": 8, "memory": 1e9}
+    monkeypatch.setattr(improve_verb, "speed_of_finetuning", lambda stage, config: speed)
     short = ["world=reach_planar", "improve.plan_only=true"]
     assert improve(root, *short, "improve.minutes=0.001") == 2
     refused = said(capsys)
@@ -177,11 +180,13 @@ def test_a_time_budget_limits_the_iterations_and_one_that_is_too_short_is_refuse
     assert improve(root, *short, "improve.minutes=1000") == 0
     assert "finetune.iterations=60 " in said(capsys)
     least = float(refused.partition("the shortest plan takes ")[2].split()[0])
-    counts = []
-    for share in (4.0, 2.0, 1.5, 1.2):  # how many iterations fit depends on the machine
-        assert improve(root, *short, f"improve.minutes={share * least}") in (0, 2)
-        counts += [int(word.split()[0]) for word in said(capsys).split("finetune.iterations=")[1:2]]
-    assert any(1 <= count < 60 for count in counts), counts
+    assert improve(root, *short, f"improve.minutes={least}") == 0
+    assert "finetune.iterations=1 " in said(capsys)
+    assert improve(root, *short, f"improve.minutes={least + 4}") == 0, (
+        "4 minutes are 12 iterations, less for validations"
+    )
+    (count,) = (int(word.split()[0]) for word in said(capsys).split("finetune.iterations=")[1:2])
+    assert 11 <= count <= 13
 
 
 @pytest.mark.long
