@@ -164,9 +164,22 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         own elements, from states [..., S] and actions [..., A]; 0 for others.
         """
         part = self._response_inputs(state, action) @ self.response.to(state.device)
-        change = part.new_zeros(*part.shape[:-1], len(self.structure.free))
+        change = part.new_zeros(*part.shape[:-1], len(self.delta_mean))
         change[..., self.robot_free.to(state.device)] = part
         return change
+
+    def remainder(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
+        """Return the standardised change [..., F] of the free elements beyond `responded`, from states [..., S] to
+        those after.
+        """
+        return self.standard("delta", (after - state)[..., self.structure.free] - self.responded(state, action))
+
+    def advanced(self, state: Tensor, action: Tensor, remainder: Tensor) -> Tensor:
+        """Return states [..., S] one step later, from actions [..., A] and the standardised remainder [..., F]."""
+        change = torch.addcmul(self.delta_mean, self.delta_std, remainder) + self.responded(state, action)
+        # The change is added to the state before, so constants keep their value bit by bit.
+        structure = self.structure
+        return structure.complete(state.index_add(-1, structure.free, change))
 
     def predict(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return standardised mean and log-variance [M, N, F] of the change of the free elements beyond `responded`."""
@@ -183,9 +196,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         state = batch["state"]
         action = batch["action"]
         after = batch["next_state"]
-        change = (after - state)[..., self.structure.free]
-        target = self.standard("delta", change - self.responded(state, action))
-        likelihood = self.likelihood(*self.predict(state, action), target)
+        likelihood = self.likelihood(*self.predict(state, action), self.remainder(state, action, after))
         # The heads are no ensemble: they learn from the rows of the first member.
         first = {name: value[0] for name, value in batch.items() if not name.startswith("success")}
         success_rows = {name: value for name, value in batch.items() if name.startswith("success")}
@@ -265,13 +276,12 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         actions: [B, T, A], in the world's units. The uncertainty [B] is in standard deviations of a step's change. Only
         the next state depends on the previous one; rewards, success and uncertainty of all steps are computed together.
         """
-        structure, actions = self.structure, actions.to(latent["state"].dtype).transpose(0, 1)
+        actions = actions.to(latent["state"].dtype).transpose(0, 1)
         members, noise = self._draws(latent, len(actions))
         path = [latent["state"]]
         means = []
         rows = torch.arange(actions.shape[1], device=actions.device)
         for step, action in enumerate(self.standard("action", actions)):
-            response = self.responded(path[-1], actions[step])
             output = self._outputs(self.standard("state", path[-1]), action)
             mean, logvar = output.chunk(2, -1)
             # Each row draws its member anew at every step (PETS calls this TS1), so that the bias of one member does
@@ -280,9 +290,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
             if self.config.sample:
                 deviation = (0.5 * self._bounded(logvar[members[step], rows])).exp()
                 sample = sample + deviation * noise[step]
-            change = torch.addcmul(self.delta_mean, self.delta_std, sample) + response
-            # The change is added to the state before, so constants keep their value bit by bit.
-            path.append(structure.complete(path[-1].index_add(1, structure.free, change)))
+            path.append(self.advanced(path[-1], actions[step], sample))
             means.append(mean)
         states = torch.stack(path)
         progress, success = self.heads.judge(states, actions)

@@ -35,7 +35,6 @@ class Dynamics(Protocol):
     max_logvar: nn.Parameter
     min_logvar: nn.Parameter
     state_mean: Tensor
-    delta_mean: Tensor
     delta_std: Tensor
 
     @property
@@ -43,16 +42,16 @@ class Dynamics(Protocol):
         """Structure of the state's elements."""
         ...
 
-    def standard(self, name: str, value: Tensor) -> Tensor:
-        """Standardise `value` [..., D] of this name."""
-        ...
-
     def predict(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return standardised mean and log-variance [M, N, F] of the change of the free elements beyond `responded`."""
         ...
 
-    def responded(self, state: Tensor, action: Tensor) -> Tensor:
-        """Return the linear part [..., F] of that change, in the world's units."""
+    def remainder(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
+        """Return that change [..., F], standardised, from states [..., S] to those after."""
+        ...
+
+    def advanced(self, state: Tensor, action: Tensor, remainder: Tensor) -> Tensor:
+        """Return states [..., S] one step later."""
         ...
 
     def likelihood(self, mean: Tensor, logvar: Tensor, target: Tensor) -> Tensor:
@@ -106,12 +105,10 @@ class RolloutStage(nn.Module):
         total = torch.zeros(states.shape[:2], device=states.device)
         for step in range(steps):
             mean, logvar = model.predict(state, actions[..., step, :])
-            response = model.responded(state, actions[..., step, :])
             if step == 0 and model.config.sample:
-                change = (states[..., 1, :] - state)[..., structure.free]
-                losses["likelihood"] = model.likelihood(mean, logvar, model.standard("delta", change - response))
-            change = torch.addcmul(model.delta_mean, model.delta_std, mean) + response
-            state = structure.complete(state.index_add(-1, structure.free, change))
+                target = model.remainder(state, actions[..., 0, :], states[..., 1, :])
+                losses["likelihood"] = model.likelihood(mean, logvar, target)
+            state = model.advanced(state, actions[..., step, :], mean)
             error = (state - states[..., step + 1, :])[..., structure.free] / model.delta_std
             each = functional.huber_loss(error, torch.zeros_like(error), reduction="none").mean(-1)
             total = total + torch.where(batch["valid"][..., step], each, 0.0)

@@ -7,7 +7,7 @@ while a BC loss keeps the policy near its base. "pictures" is a pipeline of its 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,15 @@ class Arm:
     """A setting of fine-tuning in imagination.
 
     model: name of the world model; described: its settings; knows_base: whether it is also trained on rollouts of the
-    base policy, None for the recipe's setting; settings: of fine-tuning.
+    base policy, None for the recipe's setting; settings: of fine-tuning; pipelines: recipe by task of a pipeline that
+    does all of it instead.
     """
 
     model: str
     described: tuple[str, ...] = ()
     knows_base: bool | None = True
     settings: tuple[str, ...] = ()
+    pipelines: Mapping[str, str] = field(default_factory=dict)
 
 
 def narrow(*settings: str) -> Arm:
@@ -82,7 +84,7 @@ ARMS: dict[str, Arm] = {
     "ensemble, one thread": Arm("ensemble", knows_base=None, settings=("run.threads=1",)),
     "ensemble, near its base": Arm("ensemble", knows_base=None, settings=(NEAR,)),
     "rssm": Arm("rssm", ("worldmodel.kind=rssm",), settings=LONGER),
-    "pictures": Arm("latent_ensemble"),
+    "pictures": Arm("latent_ensemble", pipelines=PICTURES),
     "pixel_diffusion": Arm("pixel_diffusion", IMAGE_MODELS["pixel_diffusion"], settings=(*LONGER, *FEWER)),
     "narrow": narrow(),
     "narrow, watched": narrow("imagine.select_by=real", "imagine.patience=4", "imagine.divergence_threshold=0.2"),
@@ -123,12 +125,12 @@ def measure(config: Config, root: Path, task: str, name: str) -> dict[str, Any]:
 def tuned_in_imagination(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
     """Return the run folder of an arm; missing base, model and fine-tuning are run."""
     arm, label = ARMS[name], name.replace(", ", "_").replace(" ", "_")
-    if name == "pictures":
-        if task not in PICTURES:
-            raise ConfigError(f"bench.only: 'pictures' has no recipe for {task}; tasks: {', '.join(PICTURES)}.")
+    if arm.pipelines:
+        if task not in arm.pipelines:
+            raise ConfigError(f"bench.only: '{name}' has no recipe for {task}; tasks: {', '.join(arm.pipelines)}.")
         run = f"run.root={root / task}", f"run.name={label}", f"run.seed={seed}", f"run.threads={config.run.threads}"
         overrides = f"pipeline.overrides=[{','.join(repr(each) for each in config.bench.overrides)}]"
-        pipeline.run(compose([f"recipe={PICTURES[task]}", *run, overrides]))
+        pipeline.run(compose([f"recipe={arm.pipelines[task]}", *run, overrides]))
         return root / task / "pipeline" / label / str(seed) / "imagine" / "imagined" / str(seed)
     folder = root / task / "imagine" / label / str(seed)
     if not is_complete(folder):
