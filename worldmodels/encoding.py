@@ -21,7 +21,15 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import SpecError
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import origin_of, remember_origin
-from robopolicy.core.policy import Decision, Policy, Scores, TensorObservation, Trainable, require_trainable
+from robopolicy.core.policy import (
+    Decision,
+    Policy,
+    Scores,
+    TensorObservation,
+    Trainable,
+    is_memoryless,
+    require_trainable,
+)
 from robopolicy.core.spec import PolicySpec, validate_observation
 from robopolicy.core.steps import DescribesSteps
 from robopolicy.core.storage import read_json, write_folder_atomic, write_json
@@ -110,6 +118,11 @@ class EncodedPolicy(nn.Module):
     def around(self, inner: Policy) -> "EncodedPolicy":
         """Put the encoder before another policy with the same inputs."""
         return EncodedPolicy(inner, self.model)
+
+    @property
+    def memoryless(self) -> bool:
+        """Whether the wrapped policy has no memory, see `is_memoryless`."""
+        return is_memoryless(self.policy)
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the policy. rows: indices [R] of the episodes to forget, None for all."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.candidates import AGGREGATED, best_of, repeat_observation
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Decision, Policy, TensorObservation, to_tensors
+from robopolicy.core.policy import Decision, Policy, TensorObservation, is_memoryless, to_tensors
 from robopolicy.core.randomness import integers
 from robopolicy.core.spec import TASK, PolicySpec, require_consistent_fields
 from robopolicy.core.world import Rows
@@ -61,6 +61,11 @@ class PlannedPolicy(nn.Module):
     def around(self, inner: Policy) -> "PlannedPolicy":
         """Return a planner with the same settings around another policy."""
         return PlannedPolicy(inner, self.model, self.config, self.value)
+
+    @property
+    def memoryless(self) -> bool:
+        """Whether the wrapped policy has no memory, see `is_memoryless`."""
+        return is_memoryless(self.policy)
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the policy. rows: indices [R] of the episodes to forget, None for all."""

@@ -87,12 +87,13 @@ are some 49,000 on push_t, are those of noisy experts, play and a policy.
 """
 
 RANKED = {
-    "latent_ensemble": ("world.imagination.success=state", "world.imagination.debounce=3"),
-    "video": ("rank.episodes=64",),
+    "latent_ensemble": Changes(("world.imagination.success=state",), {"push_t": ("world.imagination.debounce=3",)}),
+    "video": Changes(("rank.episodes=64",)),
 }
-"""Settings of `rank` by kind: policies of states act on the readout of latents, and its distance to the goal decides,
-for three steps, since errors of reading cross a threshold by chance; with video, as many episodes of every policy as
-the recipe says would take hours.
+"""Settings of `rank` by kind: policies of states act on the readout of latents, and its distance to the goal decides.
+On push_t it must do so for three steps: an error of its turn crosses the threshold by chance. On push_cube that would
+fail policies that push the cube through the goal, as those do that learned by RL: a first step in it is success. With
+video, as many episodes of every policy as the recipe says would take hours.
 """
 
 CLONES = "novice", "few", "base", "many"
@@ -171,7 +172,8 @@ def measure(config: Config, root: Path, task: str, arms: tuple[str, ...]) -> dic
                 model = trained_model(config, root, task, arm.kind, seed) / "checkpoint"
                 experts = ",".join(f'"{fault}"' for fault in (("none", *FAULTS[task]) if arm.faulty else ()))
                 arguments = f"rank.policies=[{','.join(map(str, policies))}]", f"rank.models=[{model}]"
-                overrides = f"run.name={label}", *arguments, f"rank.noise=[{experts}]", *RANKED.get(arm.kind, ())
+                overrides = f"run.name={label}", *arguments, f"rank.noise=[{experts}]"
+                overrides = *overrides, *RANKED.get(arm.kind, Changes()).of(task)
                 rank.run(compose([*settings_of(config, root, task, seed), *overrides, *arm.settings]))
             rankings[name][str(seed)] = read_json(result)["models"][arm.kind]
     return rankings

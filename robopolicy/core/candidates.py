@@ -23,6 +23,7 @@ class PlansOverCandidates:
     """Base of policies without memory or instructions that choose among `config.candidates` chunks by their values."""
 
     config: Any
+    memoryless = True
 
     def planning(self, candidates: int) -> Self:
         """Return this model with shared weights that plans over N candidate chunks; 1 disables planning."""

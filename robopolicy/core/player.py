@@ -101,6 +101,40 @@ class PolicyActor:
         return actions.astype(np.float64), PolicyOutput(tensors, decision)
 
 
+class RunningRows:
+    """Actor that asks a policy without memory for the rows of a player that are running, not for those that have ended.
+
+    Their number is halved as often as the running ones allow, and ended rows fill it up: policies meet few different
+    batch sizes. Its details of a decision are None. actor: draws from an `EpisodeGenerator`.
+    """
+
+    def __init__(self, actor: PolicyActor, player: "Player[Any]"):
+        self.actor, self.player = actor, player
+
+    def reset(self, rows: Rows = None) -> None:
+        """Clear the policy's memory of `rows` [R]; None clears all rows."""
+        self.actor.reset(rows)
+
+    def begin(self, seeds: Array, rows: Rows = None) -> None:
+        """Use the noise of episodes with `seeds` [R] in `rows` [R] (None: all)."""
+        self.actor.begin(seeds, rows)
+
+    def choose(self, observation: Observation) -> tuple[Array, None]:
+        """Return the next chunk [B, C, A] float64, zero in rows that were not asked; raises as `PolicyActor.choose`."""
+        running = self.player.running
+        count = size = len(running)
+        while size // 2 >= running.sum() and size > 1:
+            size //= 2
+        rows = np.sort(np.argsort(~running, kind="stable")[:size])
+        generator = self.actor.generator
+        assert isinstance(generator, EpisodeGenerator)
+        with generator.only(rows):
+            chosen, _ = self.actor.choose({key: value[rows] for key, value in observation.items()})
+        actions = np.zeros((count, *chosen.shape[1:]))
+        actions[rows] = chosen
+        return actions, None
+
+
 class ControllerActor:
     """Adapts a controller to `Actor`, with chunks of one step. A controller that draws random numbers may define
     `begin`: see `BeginsEpisodes`.

@@ -229,6 +229,29 @@ class ActsFromNoise(Policy, Protocol):
 
 
 @runtime_checkable
+class ActsWithoutMemory(Policy, Protocol):
+    """A policy that says whether it has memory between calls; without, evaluations leave out rows that have ended.
+
+    memoryless: whether a row's actions depend on its present observation [H, ...] and its noise alone.
+    """
+
+    @property
+    def memoryless(self) -> bool:
+        """See above; of a policy around another one, whether both are."""
+        ...
+
+
+def is_memoryless(policy: Policy) -> bool:
+    """Whether a policy says that it has no memory between calls.
+
+    False for one that says nothing, and for a subclass with a `reset` of its own that does not say it again.
+    """
+    classes = type(policy).__mro__
+    says = next((each for each in classes if {"memoryless", "reset"} & vars(each).keys()), object)
+    return "memoryless" in vars(says) and isinstance(policy, ActsWithoutMemory) and policy.memoryless
+
+
+@runtime_checkable
 class PolicyWrapper(Policy, Protocol):
     """A policy that wraps another policy, which an inference engine may replace."""
 

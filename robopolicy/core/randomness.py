@@ -247,6 +247,17 @@ class EpisodeGenerator(torch.Generator):
             self._say("drew random numbers with a torch function that has no per-row replacement")
 
     @contextmanager
+    def only(self, rows: Array) -> Generator[None]:
+        """Context in which this generator has `rows` (indices [R]) alone, for a policy call that leaves out others."""
+        episodes, decisions = self._episodes, self._decisions
+        self._episodes, self._decisions = episodes[rows], decisions[rows]
+        try:
+            yield
+        finally:
+            decisions[rows] = self._decisions
+            self._episodes, self._decisions = episodes, decisions
+
+    @contextmanager
     def part(self, rows: Array) -> Generator["EpisodeGenerator"]:
         """Context of a policy call for `rows` (indices [R]) alone, inside `decision()`; yields their generator.
 

@@ -19,8 +19,8 @@ import torch
 from robopolicy.core.action_bounds import OutsideBounds
 from robopolicy.core.errors import SpecError
 from robopolicy.core.former_names import keep_former_names
-from robopolicy.core.player import PlayedStep, Player, actor_of
-from robopolicy.core.policy import Policy
+from robopolicy.core.player import PlayedStep, Player, PolicyActor, RunningRows, actor_of
+from robopolicy.core.policy import Policy, is_memoryless
 from robopolicy.core.randomness import NOISE_VERSION, EpisodeGenerator
 from robopolicy.core.spec import TASK
 from robopolicy.core.storage import read_errors, read_json_lines, storage_errors, write_atomic
@@ -83,6 +83,8 @@ def play_episode_batch(
     horizon = world.spec.horizon
     actor = actor_of(policy, EpisodeGenerator(noise_seed, device), deterministic=deterministic)
     player = Player(world, actor, stepwise=after_step is not None)
+    if watch is None and isinstance(actor, PolicyActor) and is_memoryless(actor.policy):
+        player.actor = RunningRows(actor, player)
     player.start_batch(seeds)
     instructions = tuple(str(text) for text in player.observation[TASK][:count])
     if after_step is not None:

@@ -60,6 +60,8 @@ def compiled(policy: Policy, config: InferenceConfig, caching: Caching | None = 
 class CompiledDenoising(LeanDenoising):
     """A `LeanDenoising` with a compiled chain for each bucket of rows and each kind of noise."""
 
+    memoryless = False  # compiling for the few rows that are left would cost more than leaving out the others saves
+
     def __init__(self, policy: DenoisingPolicy, config: InferenceConfig, caching: Caching | None = None):
         super().__init__(policy, config, caching)
         self._programs: dict[tuple[Any, ...], Program] = {}

@@ -100,6 +100,8 @@ class LeanDenoising:
     run in full.
     """
 
+    memoryless = True
+
     def __init__(self, policy: DenoisingPolicy, config: InferenceConfig, caching: Caching | None = None):
         self.policy = policy
         self.config = config
@@ -455,6 +457,8 @@ READINGS = 64
 
 class LeanTokens:
     """A `core.policy.Policy` equivalent to a token policy; its caches follow the policy's weights."""
+
+    memoryless = True
 
     def __init__(self, policy: TokenPolicy):
         self.policy = policy

@@ -29,6 +29,8 @@ class CategoricalPolicy[
     A subclass sets these attributes and implements `normalizers`, `act` and `log_prob`.
     """
 
+    memoryless = True
+
     config: Config
     fields: dict[str, Field]
     action: Field

@@ -102,7 +102,7 @@ class DenoisingPolicy(nn.Module):
 
     action_low: Tensor
     action_high: Tensor
-    lowers_precision = learns_from_condition = True
+    lowers_precision = learns_from_condition = memoryless = True
 
     def __init__(
         self,

@@ -5,12 +5,14 @@ import pytest
 from evaluation_toys import LineController, LinePolicy, LineWorld
 
 from robopolicy.core.errors import ConfigError, DataError, SpecError
+from robopolicy.core.policy import is_memoryless
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import Field
 from robopolicy.evaluation import episode_batches
 from robopolicy.evaluation.episode_batches import SavedBatches
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
+from robopolicy.policies.memory import MemoryPolicy
 
 SEEDS = np.arange(100, 123)
 
@@ -140,3 +142,41 @@ def test_bad_requests_are_clear():
     object.__setattr__(wide.spec, "action", Field((7,)))
     with pytest.raises(SpecError, match=r"actions are .* Is this the world it was trained for"):
         evaluate_policy(LineWorld(2), wide, [1, 2])
+
+
+class Forgetful(LinePolicy):
+    """A `LinePolicy` that says it has no memory, and counts the rows that it is asked for."""
+
+    memoryless = True
+    asked = ()
+
+    def reset(self, rows=None):
+        pass
+
+    def act(self, observation, generator, *, deterministic=False):
+        self.asked = (*self.asked, len(observation["task"]))
+        return super().act(observation, generator, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_policy_without_memory_is_not_asked_for_rows_that_have_ended(deterministic):
+    settings, batch = {"speed": 0.05, "noise": 0.05, "chunk": 1}, 23
+    policy = Forgetful(**settings)
+    result = evaluate_policy(LineWorld(batch), policy, SEEDS, deterministic=deterministic)
+    expected = evaluate_policy(LineWorld(batch), LinePolicy(**settings), SEEDS, deterministic=deterministic)
+    assert outcomes(result) == outcomes(expected)
+    running = [int((result.lengths > step).sum()) for step in range(result.lengths.max())]
+    smallest = [min(size for size in (23, 11, 5, 2, 1) if size >= count) for count in running]
+    assert list(policy.asked) == smallest
+    assert sum(policy.asked) < 0.8 * batch * len(running)
+
+
+def test_memory_is_assumed_where_a_policy_says_nothing_or_a_subclass_resets():
+    class Remembering(Forgetful):
+        def reset(self, rows=None):
+            self.asked = ()
+
+    assert is_memoryless(Forgetful())
+    assert not is_memoryless(LinePolicy())
+    assert not is_memoryless(Remembering())
+    assert not is_memoryless(MemoryPolicy.__new__(MemoryPolicy))

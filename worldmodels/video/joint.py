@@ -200,8 +200,8 @@ class JointVideoPolicy(PlansOverCandidates, nn.Module):
         losses = {}
         for role, rows in batch.items():
             given_count = ROLES[role]
-            memory = self._memory(rows["present"], rows["pose"])
-            network = self._network(memory, rows["present"], rows["frames"][:, :given_count])
+            given, memory = rows["frames"][:, :given_count], self._memory(rows["present"], rows["pose"])
+            network = self._network(self._extended(memory, rows["present"], given), rows["present"], given)
             error = edm.loss(
                 network, rows["frames"][:, given_count:], self.config.edm, generator, HIGH_NOISE_FRACTION[role]
             )
@@ -214,7 +214,7 @@ class JointVideoPolicy(PlansOverCandidates, nn.Module):
     def draw(self, memory: Past, present: Tensor, given: Tensor, count: int, generator: torch.Generator) -> Tensor:
         """Return the given frames [N, G, C, height, width] and the `count` next ones, sampled, [N, G + count, ...].
 
-        memory: from `_memory`; present: [N, C, height, width].
+        memory: from `_memory`, extended by the given frames; present: [N, C, height, width].
         """
         noise = normal((len(present), count, *self.video.latent), generator, present.device)
         network = self._network(memory, present, given)
@@ -228,8 +228,12 @@ class JointVideoPolicy(PlansOverCandidates, nn.Module):
         `futures` times `values` sampled values.
         """
         config, memory = self.config, self._memory(present, pose)
+        extended = 0
         frames = present.new_zeros(len(present), 0, *self.video.latent)
         for copies, count in ((config.candidates, 1), (config.futures, 2), (config.values, 1)):
+            # Frames that were drawn enter the memory once, and then it is copied.
+            memory = self._extended(memory, present, frames, first=extended)
+            extended = frames.shape[1]
             memory = [(key.repeat_interleave(copies, 0), value.repeat_interleave(copies, 0)) for key, value in memory]
             present, frames = present.repeat_interleave(copies, 0), frames.repeat_interleave(copies, 0)
             frames = self.draw(memory, present, frames, count, generator)
@@ -312,30 +316,35 @@ class JointVideoPolicy(PlansOverCandidates, nn.Module):
         poses = pose[:, None].expand(-1, history, -1)
         return self.video.transformer.remember(frames, actions, poses, present.new_zeros(frames.shape[:2]))
 
+    def _extended(self, memory: Past, present: Tensor, given: Tensor, first: int = 0) -> Past:
+        """Return `memory` with the given frames [N, G, C, height, width] from the `first` on, which later ones see."""
+        if first == given.shape[1]:
+            return memory
+        # What is given has no noise: an embedding says so in the place of its level.
+        condition = self._conditions(given)[:, first : given.shape[1]] + self.tags.given
+        return self.video.transformer.extend(memory, given[:, first:], present, condition)
+
     def _network(self, memory: Past, present: Tensor, given: Tensor) -> edm.Network:
-        """Return EDM's F over the frames after the `given` ones [N, G, C, height, width]."""
-        transformer, count = self.video.transformer, given.shape[1]
+        """Return EDM's F over the frames after the `given` ones [N, G, C, height, width], which `memory` contains."""
+        transformer, later = self.video.transformer, self._conditions(given)[:, given.shape[1] :]
+
+        def network(scaled: Tensor, label: Tensor) -> Tensor:
+            condition = later[:, : scaled.shape[1]] + transformer.level(0.25 + label / 4)[:, None]
+            return transformer.denoise(scaled, present, condition, memory)
+
+        return network
+
+    def _conditions(self, given: Tensor) -> Tensor:
+        """Return the conditions [N, 4, W] of all frames, without levels of noise."""
+        transformer, rows = self.video.transformer, len(given)
         # All frames stand at the slot of the chunk's last frame: their kind tells them apart.
         slot = transformer.slots[transformer.history + min(self.config.chunk, transformer.chunk) - 1]
         unknown = transformer.embedded(
-            present.new_zeros(len(present), 1, self.video.spec.action.size),
-            torch.zeros(len(present), 1, dtype=torch.bool, device=present.device),
+            given.new_zeros(rows, 1, self.video.spec.action.size),
+            torch.zeros(rows, 1, dtype=torch.bool, device=given.device),
         )
-        effect = self._effect(given[:, 0]) if count else unknown
-
-        def condition(first: int, frames: int, own: Tensor) -> Tensor:
-            actions = torch.cat([unknown, effect.expand(-1, len(FRAMES) - 1, -1)], 1)[:, first : first + frames]
-            return slot + self.tags.kinds[first : first + frames] + actions + own[:, None]
-
-        if count:  # what is given has no noise: an embedding says so in the place of its level
-            tags = self.tags.given.expand(len(given), -1)
-            memory = transformer.extend(memory, given, present, condition(0, count, tags))
-
-        def network(scaled: Tensor, label: Tensor) -> Tensor:
-            level = transformer.level(0.25 + label / 4)
-            return transformer.denoise(scaled, present, condition(count, scaled.shape[1], level), memory)
-
-        return network
+        effect = self._effect(given[:, 0]) if given.shape[1] else unknown
+        return slot + self.tags.kinds + torch.cat([unknown, effect.expand(-1, len(FRAMES) - 1, -1)], 1)
 
     def _effect(self, frames: Tensor) -> Tensor:
         """Return the video model's embedding [N, 1, W] of the chunks in given action frames [N, C, height, width]."""

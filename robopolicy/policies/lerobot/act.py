@@ -45,7 +45,7 @@ class GaussianACT(LeRobotModule):
 
     action_low: Tensor
     action_high: Tensor
-    lowers_precision = True
+    lowers_precision = memoryless = True
     reads_instructions = False
 
     def __init__(self, policy: LeRobotReader):

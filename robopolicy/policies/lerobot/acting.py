@@ -108,6 +108,8 @@ def load_lerobot_policy(
 class LeRobotPolicy(LeRobotReader):
     """A `core.policy.Policy` around a LeRobot policy and its processors; create it with `load_lerobot_policy`."""
 
+    memoryless = True
+
     def __init__(
         self,
         policy: "PreTrainedPolicy",

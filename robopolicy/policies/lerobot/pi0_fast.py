@@ -56,7 +56,7 @@ class FastTokens(LeRobotModule):
 
     action_low: Tensor
     action_high: Tensor
-    lowers_precision = True
+    lowers_precision = memoryless = True
     reads_instructions = True
 
     def __init__(self, policy: LeRobotReader):
