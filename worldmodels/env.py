@@ -64,7 +64,8 @@ class StateCriterion:
         rewards = dict(future.rewards)
         if SUCCESS in rewards:
             rewards[SUCCESS] = self.bonus * success.to(rewards[SUCCESS].dtype)
-        return replace(future, success=success, rewards=rewards)
+        # A model may count its own success as an end of the task.
+        return replace(future, success=success, rewards=rewards, terminated=future.terminated & ~future.success)
 
 
 class ImaginedWorld:
@@ -139,9 +140,10 @@ class ImaginedWorld:
         pairs = zip(self._latents, starts, strict=True)
         self._latents = [_scatter(latent, start, index, self._batch_size) for latent, start in pairs]
         instruction = 0 if context.task is None else self._episodes.instruction_index(context.task)
-        counters = {"streak": np.zeros(len(index), dtype=np.int64), "paid": np.zeros(len(index))}
+        rows_and_noises = len(index), len(starts)
+        counters = {"streak": np.zeros(rows_and_noises, dtype=np.int64), "paid": np.zeros(len(index))}
         if len(starts) > 1:
-            counters["succeeded"] = np.zeros((len(index), len(starts)), dtype=bool)
+            counters["succeeded"] = np.zeros(rows_and_noises, dtype=bool)
         self._episodes.start(index, self._first_frames(context, starts[0]), instruction=instruction, own=counters)
         return self._episodes.observation()
 
@@ -167,6 +169,8 @@ class ImaginedWorld:
             if self._criterion is not None:
                 texts = np.array([self._spec.meaning(text) for text in episodes.instructions()[index]])
                 futures = [self._criterion.applied(each, texts) for each in futures]
+            if self._spec.least_return is None:
+                futures = [self._debounced(index, each, noise) for noise, each in enumerate(futures)]
             future = futures[0] if len(futures) == 1 else self._agreed(index, futures)
             progress = self._advance(index, future)
             path = self._seen(index, future, progress)
@@ -242,8 +246,7 @@ class ImaginedWorld:
         if SUCCESS in rewards:
             bonus = self._criterion.bonus if self._criterion else getattr(inner_model(self.model), "success_bonus", 0.0)
             rewards[SUCCESS] = bonus * success.to(rewards[SUCCESS].dtype)
-        ends = first.terminated & ~first.success | (success if self._spec.terminate_on_success else False)
-        return replace(first, success=success, rewards=rewards, terminated=ends)
+        return replace(first, success=success, rewards=rewards)
 
     def _imagine(self, actions: np.ndarray, index: slice | np.ndarray, noise: int) -> Imagined:
         """Return the outcome of a chunk [B, C, A] in the running rows `index` [R] under one of the noises: [R, C, ...],
@@ -269,27 +272,31 @@ class ImaginedWorld:
         uncertainty, terminated = future.uncertainty.cpu().numpy(), future.terminated.cpu().numpy()
         success_return = self._spec.least_return
         success = (
-            self._looks_done(index, future) if success_return is None else self._earned(index, future, success_return)
+            future.success.cpu().numpy() if success_return is None else self._earned(index, future, success_return)
         )
-        if success_return is None:
-            # The model's success is not believed before it is debounced, so it must not end the episode here either.
-            terminated &= ~future.success.cpu().numpy()
         advanced = self._episodes.advance(index, success, terminated=terminated, cut=self._cut(index, uncertainty))
         # Rows that ended go on being imagined and may leave the data; only steps that count must be finite.
         if not np.isfinite(uncertainty[advanced.live]).all():
             raise NonFiniteError("The world model's uncertainty is not finite: train it longer or check its data.")
         return advanced
 
-    def _looks_done(self, index: slice | np.ndarray, future: Imagined) -> np.ndarray:
-        """Return a mask of a chunk's steps [R, C] after which success counts (debounced), in the rows `index`."""
+    def _debounced(self, index: slice | np.ndarray, future: Imagined, noise: int) -> Imagined:
+        """Return a chunk [R, C], imagined in the rows `index` under one of the noises, with success and its reward
+        where success has lasted long enough.
+        """
         success, streak = future.success.cpu().numpy(), self._episodes.arrays["streak"]
         # How many of the latest steps looked successful, after each of them: those since the latest that did not, or
         # since the chunk's beginning, where what was seen before it counts as well.
         place = np.arange(1, success.shape[1] + 1)
         last_failure = np.maximum.accumulate(np.where(success, 0, place), axis=1)
-        streaks = place - last_failure + np.where(last_failure == 0, streak[index, None], 0)
-        streak[index] = streaks[:, -1]  # of a row that ends in the chunk nobody asks again
-        return streaks >= self._debounce
+        streaks = place - last_failure + np.where(last_failure == 0, streak[index, noise, None], 0)
+        streak[index, noise] = streaks[:, -1]  # of a row that ends in the chunk nobody asks again
+        lasting = torch.from_numpy(streaks >= self._debounce).to(future.success)
+        rewards = dict(future.rewards)
+        if SUCCESS in rewards:
+            rewards[SUCCESS] = torch.where(lasting, rewards[SUCCESS], 0.0)
+        # What is not believed yet must not end the episode either.
+        return replace(future, success=lasting, rewards=rewards, terminated=future.terminated & ~future.success)
 
     def _earned(self, index: slice | np.ndarray, future: Imagined, least: float) -> np.ndarray:
         """Return a mask of a chunk's steps [R, C] after which an episode is over with a return of at least `least`."""

@@ -88,6 +88,33 @@ def test_success_that_hangs_on_the_noise_does_not_count():
     assert not success.any() and lengths.tolist() == [12] * 4 and not paid.any()
 
 
+@pytest.mark.parametrize("noises", [1, 2])
+def test_a_flash_of_success_neither_counts_nor_pays_where_it_must_last(noises):
+    for chunk in (1, 4):
+        world = ImaginedWorld(Luck(), starts, 6, noises=noises, debounce=2)
+        success, lengths, paid = play(world, np.arange(6), chunk)
+        assert not success.any() and lengths.tolist() == [12] * 6 and not paid.any()
+
+
+class Lasting(Luck):
+    """A model whose success, once come, stays."""
+
+    def imagine(self, latent, actions):
+        """Count a step."""
+        latent, outcome = super().imagine(latent, actions)
+        success = latent["step"] >= latent["when"]
+        rewards = {**outcome.rewards, SUCCESS: self.success_bonus * success.float()}
+        return latent, replace(outcome, success=success, terminated=success, rewards=rewards)
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_success_counts_once_it_has_lasted_under_every_noise(chunk):
+    world = ImaginedWorld(Lasting(), starts, 6, noises=2, debounce=3)
+    latest = np.max([1 + each % 9 for each in world._noise_seeds(np.arange(6))], 0)
+    success, lengths, paid = play(world, np.arange(6), chunk)
+    assert success.all() and lengths.tolist() == (latest + 2).tolist() and paid.tolist() == [5.0] * 6
+
+
 def test_a_snapshot_holds_all_noises():
     world = ImaginedWorld(Luck(), starts, 5, noises=2)
     world.reset(seeds=range(5))
