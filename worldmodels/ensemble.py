@@ -37,6 +37,7 @@ from worldmodels.data import (
     require_fields,
     structure_of,
 )
+from worldmodels.goals import only_varying
 from worldmodels.heads.goal import pairs_of
 from worldmodels.heads.outputs import quantiles_of
 from worldmodels.heads.state import StepHeads, success_batch
@@ -319,7 +320,9 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         places = self.state_vector.slices
         mean, std = self.state_mean.cpu(), self.state_std.cpu()
         return {
-            key: (value.flatten(1).float().cpu() - mean[places[key]]) / std[places[key]] for key, value in goal.items()
+            key: only_varying((value.flatten(1).float().cpu() - mean[place]) / std[place], std[place])
+            for key, value in goal.items()
+            for place in (places[key],)
         }
 
     def goal_values(self, latent: Latent, keys: Sequence[str]) -> Mapping[str, Tensor]:

@@ -33,6 +33,17 @@ class ComparesGoals(WorldModel, Protocol):
         ...
 
 
+UNVARYING = 2e-6
+"""Deviation in the data up to which an element never varied; see `worldmodels.data.means_and_deviations`."""
+
+
+def only_varying(targets: Tensor, deviations: Tensor) -> Tensor:
+    """Return targets [G, D] with NaN for elements without deviation [D]: no plan changes these, and measured in
+    deviations of nothing they would drown the others.
+    """
+    return torch.where(deviations.cpu() > UNVARYING, targets, torch.nan)
+
+
 def comparable_fields_of(model: WorldModel) -> Mapping[str, Field]:
     """Return the fields in which a goal of `model` may be given, by key."""
     return model.goal_fields if isinstance(model, ComparesGoals) else model.spec.observation
@@ -58,11 +69,11 @@ class Goal:
                     f"plan.goal: '{key}' has shape {list(value.shape[1:])}, but the world's has "
                     f"{list(comparable_fields[key].shape)}."
                 )
-        if not fields:
-            raise ConfigError("A goal names at least one field of the world.")
         self.model = model
         targets = model.goal_targets(fields) if isinstance(model, ComparesGoals) else _plain(fields)
         self.targets = dict(targets)
+        if all(bool(target.isnan().all()) for target in self.targets.values()):
+            raise ConfigError("A goal needs an element that is not null and varied in the data of the model.")
 
     def distance(self, latent: Latent, outcome: Imagined, rows: int) -> Tensor:
         """Return the mean squared distance [n] to the goals, over elements and then over fields.

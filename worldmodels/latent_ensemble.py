@@ -42,6 +42,7 @@ from worldmodels.encoding import encode_episodes, with_fields
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.frame_encoder import DrawingEncoding, FrameAutoencoder, Labels, Vision
 from worldmodels.frame_encoder import downsample_by_two as downsample_by_two
+from worldmodels.goals import only_varying
 from worldmodels.images.drawing import FrameDrawing
 from worldmodels.images.model import DividedStage, PartStage
 from worldmodels.predictive import PredictiveEncoding, feature_rank
@@ -369,10 +370,10 @@ class LatentEnsembleModel(nn.Module):
         device, targets = self.ensemble.state_mean.device, dict[str, Tensor]()
         for key, value in goal.items():
             if key in self.autoencoder.images:
-                features = self.autoencoder.features(key, value.to(device))
-                targets[key] = self._standardised(key, features).cpu()
+                values = self.autoencoder.features(key, value.to(device))
             else:
-                targets[key] = self._standardised(key, value.flatten(1).float().to(device)).cpu()
+                values = value.flatten(1).float().to(device)
+            targets[key] = only_varying(self._standardised(key, values).cpu(), self._deviations(key))
         return targets
 
     def goal_values(self, latent: Latent, keys: Sequence[str]) -> Mapping[str, Tensor]:
@@ -390,12 +391,22 @@ class LatentEnsembleModel(nn.Module):
 
     def _standardised(self, key: str, value: Tensor) -> Tensor:
         """Return features or elements [B, D] of a field less their mean, in standard deviations of the data."""
-        if key in self.vector.fields or key in self.autoencoder.images:
-            place = self.vector.slices[key] if key in self.vector.fields else self._features_of(key)
-            return (value - self.ensemble.state_mean[place]) / self.ensemble.state_std[place]
+        place = self._place(key)
+        return (value if place is None else value - self.ensemble.state_mean[place]) / self._deviations(key)
+
+    def _deviations(self, key: str) -> Tensor:
+        """Return the standard deviations [D] of the features or elements of a field in the data."""
+        place = self._place(key)
+        if place is not None:
+            return self.ensemble.state_std[place]
         assert self.readout is not None
-        place = self.readout.vector.slices[key]
-        return value / self.readout.deviations[place]
+        return self.readout.deviations[self.readout.vector.slices[key]]
+
+    def _place(self, key: str) -> slice | None:
+        """Return the place of a field in the latent, None for one that is read off it."""
+        if key in self.vector.fields:
+            return self.vector.slices[key]
+        return self._features_of(key) if key in self.autoencoder.images else None
 
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
         """Advance every row by one control step with actions [B, A]; see `EnsembleModel.imagine`."""

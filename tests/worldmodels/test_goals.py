@@ -89,6 +89,22 @@ def test_states_are_compared_in_standard_deviations():
     assert torch.allclose(distance, ((present - wanted) / deviation).square().mean(1), rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [(EnsembleModel, EnsembleConfig(members=2, width=8, depth=1, head_width=8)), (LatentEnsembleModel, CONFIG)],
+)
+def test_what_never_varied_in_the_data_counts_for_nothing_in_a_goal(kind, config):
+    data = dot_world.recorded(20)
+    data.observation[STATE][:, 1] = 0.25
+    model = kind.build(config, SPEC, data, 0)
+    if kind is LatentEnsembleModel:
+        next(iter(model.latent_batches(data, torch.Generator())))  # keeps the statistics of latents
+    goal = Goal(model, {STATE: torch.tensor([[0.3, 0.3]])})
+    assert goal.targets[STATE].isnan().tolist() == [[False, True]]
+    with pytest.raises(ConfigError, match="not null and varied"):
+        Goal(model, {STATE: torch.tensor([[float("nan"), 0.3]])})
+
+
 @pytest.fixture(scope="module")
 def learned():
     torch.set_num_threads(1)
