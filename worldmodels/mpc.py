@@ -24,7 +24,7 @@ from robopolicy.core.world import Rows
 from worldmodels.configuration import PlanConfig
 from worldmodels.goals import Goal
 from worldmodels.planning import context_of, require_same_task
-from worldmodels.protocol import ChunkModel, Latent, WorldModel, fields_read
+from worldmodels.protocol import ChunkModel, Context, DecoderFree, Latent, WorldModel, fields_read
 
 PLANNERS = Registry(
     "planner",
@@ -38,7 +38,7 @@ PLANNERS = Registry(
 """Registry for plan.kind: classes of `Planner`, constructed with plan.options."""
 
 Objective = Callable[[Mapping[str, Tensor]], Tensor]
-"""Imagined frames [n, *shape] by key -> potential [n]; higher is better."""
+"""Frames [n, *shape] by key -> potential [n], float64 on the CPU; higher is better."""
 
 
 @dataclass(frozen=True)
@@ -247,21 +247,27 @@ def shifted(sequences: Tensor, steps: int, axis: int) -> Tensor:
 
 
 def imagined_returns(
-    model: WorldModel, latent: Latent, sequences: Tensor, config: PlanConfig, objective: Objective | None = None
+    model: WorldModel,
+    latent: Latent,
+    sequences: Tensor,
+    config: PlanConfig,
+    objective: Objective | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Return the discounted returns [n] of action sequences [n, T, A] from the latents [n, ...].
 
-    Rewards are the model's, or increases of `objective` after the first step, and config.uncertainty per unit of the
-    model's uncertainty. Nothing is paid after a predicted end of the task.
+    Rewards are the model's, or increases of `objective`, whose value at the latents is `first` [n], and
+    config.uncertainty per unit of the model's uncertainty. Nothing is paid after a predicted end of the task.
     """
     total = torch.zeros(len(sequences), dtype=torch.float64)
-    running, before = torch.ones(len(sequences), dtype=torch.bool), None
+    running, before = torch.ones(len(sequences), dtype=torch.bool), first
     for number, step in enumerate(_steps(model, latent, sequences)):
         if objective is None:
             reward = torch.stack([each.double().cpu() for each in step.rewards.values()]).sum(0)
         else:
-            potential = objective(step.observation).double().cpu()
-            reward, before = torch.zeros_like(potential) if before is None else potential - before, potential
+            assert before is not None  # else the first action would be paid for making the rest look better
+            potential = objective(step.observation)
+            reward, before = potential - before, potential
         reward += config.uncertainty * step.uncertainty.double().cpu()
         total += torch.where(running, config.discount**number * reward, 0.0)
         running &= ~step.terminated.cpu()
@@ -302,10 +308,10 @@ def _steps(model: WorldModel, latent: Latent, sequences: Tensor) -> Any:
 class ModelPredictivePolicy(nn.Module):
     """A `Policy` that optimises its actions in a world model; `policy`, if given, proposes some of the sequences.
 
-    It remembers the rest of every row's plan, from which the next one starts. Samples of one row imagine with the same
-    noise. goal: what sequences should lead to, instead of the model's rewards; it may be replaced between decisions.
-    Raises ConfigError when the model's actions are unbounded, for unknown options, and when the model belongs to
-    another task than the policy.
+    It remembers the rest of every row's plan, from which the next one starts, unless `remembers` is false: where rows
+    are no episodes, as in a policy server. Samples of one row imagine with the same noise. goal: what sequences should
+    lead to, instead of the model's rewards; it may be replaced between decisions. Raises ConfigError when the model's
+    actions are unbounded, for unknown options, and when the model belongs to another task than the policy.
     """
 
     def __init__(
@@ -314,8 +320,10 @@ class ModelPredictivePolicy(nn.Module):
         config: PlanConfig | None = None,
         policy: Policy | None = None,
         goal: Goal | None = None,
+        remembers: bool = True,
     ):
         super().__init__()
+        self.remembers = remembers
         self.config = config = config or PlanConfig(kind="cem", horizon=16)
         self.model, self.policy = model, policy
         if policy is not None:
@@ -327,9 +335,7 @@ class ModelPredictivePolicy(nn.Module):
         self.replan = min(config.replan, config.horizon)
         self.planner = make_planner(config)
         self.goal = goal
-        self.objective: Objective | None = None
-        if config.objective:
-            self.objective = load_dotted(config.objective, "Objective of planning")
+        self.objective = load_objective(config.objective, model) if config.objective else None
         self._plan, self._fresh = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
 
     @property
@@ -347,7 +353,8 @@ class ModelPredictivePolicy(nn.Module):
 
     def reset(self, rows: Rows = None) -> None:
         """Forget the plans of the rows [R], None for all."""
-        self._fresh[slice(None) if rows is None else rows] = True
+        if len(self._fresh):  # else nothing was planned yet
+            self._fresh[slice(None) if rows is None else rows] = True
         if self.policy is not None:
             self.policy.reset(rows)
 
@@ -362,21 +369,23 @@ class ModelPredictivePolicy(nn.Module):
         context = context_of(self.model, observation)
         rows = len(context)
         shape = rows, self.config.horizon, len(self.low)
-        if self._plan.shape != shape:
+        if self._plan.shape != shape or not self.remembers:
             self._plan, self._fresh = torch.zeros(shape), torch.ones(rows, dtype=torch.bool)
         middle = ((self.low + self.high) / 2).expand(shape)
         start = torch.where(self._fresh[:, None, None], middle, shifted(self._plan, self.replan, 1))
         seeds = integers(2**62, (rows,), generator).cpu().numpy()
         first_latent = self.model.initial(context, seeds)
+        potential = None if self.objective is None else self.objective(self._present(context, first_latent))
 
         def score(sequences: Tensor) -> Tensor:
             count = sequences.shape[1]
+            first = None if potential is None else potential.repeat_interleave(count)
             latent = {name: value.repeat_interleave(count, 0) for name, value in first_latent.items()}
             flat = sequences.flatten(0, 1)
             if self.goal is not None:
                 returns = returns_towards(self.model, latent, flat, self.config, self.goal, rows)
             else:
-                returns = imagined_returns(self.model, latent, flat, self.config, self.objective)
+                returns = imagined_returns(self.model, latent, flat, self.config, self.objective, first)
             return returns.reshape(rows, count)
 
         proposals = self._proposals(observation, generator, start, deterministic)
@@ -384,6 +393,13 @@ class ModelPredictivePolicy(nn.Module):
         self._plan = self.planner.plan(problem).float()
         self._fresh[:] = False
         return Decision(self._plan[:, : self.replan].clone())
+
+    def _present(self, context: Context, latent: Latent) -> Mapping[str, Tensor]:
+        """Return the present frame as the model would imagine it, key -> [B, *shape]."""
+        if isinstance(self.model, DecoderFree):
+            return self.model.show(latent)
+        device = next(iter(latent.values())).device
+        return {key: torch.from_numpy(context.last(key)).to(device) for key in self.model.spec.observation}
 
     def _proposals(
         self, observation: TensorObservation, generator: torch.Generator, start: Tensor, deterministic: bool
@@ -394,6 +410,35 @@ class ModelPredictivePolicy(nn.Module):
         chunk = self.policy.act(observation, generator, deterministic=deterministic).actions.cpu().float()
         chunk = chunk[:, : start.shape[1]]
         return torch.cat([chunk, start[:, chunk.shape[1] :]], 1)[:, None]
+
+
+def load_objective(path: str, model: WorldModel) -> Objective:
+    """Return the potential at an import path, as [n] float64 on the CPU.
+
+    Raises ConfigError when there is none, and, where it is called, when it reads what `model` does not imagine or does
+    not return one number for each of the frames.
+    """
+    objective = load_dotted(path, "Objective of planning")
+
+    def potential(frames: Mapping[str, Tensor]) -> Tensor:
+        rows = len(next(iter(frames.values())))
+        try:
+            values = torch.as_tensor(objective(frames))
+        except KeyError as error:
+            if error.args and error.args[0] in frames:
+                raise
+            raise ConfigError(
+                f"plan.objective={path} reads {error}, but the model of '{model.spec.name}' imagines "
+                f"{', '.join(frames)}: use one of these, or a model that imagines more."
+            ) from error
+        if values.shape != (rows,):
+            raise ConfigError(
+                f"plan.objective={path} returned shape {list(values.shape)} for {rows} frames: it must return one "
+                f"number each, [{rows}]."
+            )
+        return values.double().cpu()
+
+    return potential
 
 
 def make_planner(config: PlanConfig) -> Planner:

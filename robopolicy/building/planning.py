@@ -6,6 +6,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from robopolicy.building.policies import model_for, reads_latent_of, require_readable
 from robopolicy.configuration.sections.worldmodel import PlanSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
@@ -21,7 +22,7 @@ from worldmodels.env import ImaginedWorld
 from worldmodels.goals import Goal, comparable_fields_of
 from worldmodels.mpc import ModelPredictivePolicy
 from worldmodels.planning import PlannedPolicy
-from worldmodels.protocol import Cacheable, DecoderFree, LearnedModel, WorldModel
+from worldmodels.protocol import Cacheable, DecoderFree, EncodesForPolicy, LearnedModel, WorldModel
 
 
 def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:
@@ -37,19 +38,40 @@ def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedM
     return plan.applied(cast(LearnedModel, model), with_cache, folder, torch.device(device))
 
 
-def with_planning(section: PlanSection, policy: Policy, device: torch.device | str = "cpu") -> Policy:
-    """Return `policy` with planning as the section says if it names a world model, else unchanged."""
+def with_planning(
+    section: PlanSection, policy: Policy, device: torch.device | str = "cpu", remembers: bool = True
+) -> Policy:
+    """Return `policy` with planning as the section says if it names a world model, else unchanged.
+
+    remembers: whether a plan starts from the rest of the last one in its row.
+    """
     if section.model is None:
         return policy
     model, settings = load_imagining(section.model, device), narrowed(PlanConfig, section)
     planned_policy: Policy = (
-        PlannedPolicy(policy, model, settings)
+        PlannedPolicy(policy, planning_model(policy, model), settings)
         if settings.kind == CANDIDATES
-        else ModelPredictivePolicy(model, settings, policy, load_goal(settings, model))
+        else predictive(model, settings, policy, remembers)
     )
     remember_origin(planned_policy, origin_of(policy))
     remember_renaming(planned_policy, renaming_of(policy))
     return planned_policy
+
+
+def planning_model(policy: Policy, model: WorldModel) -> WorldModel:
+    """Return `model` with what `policy` reads, which goes on acting in imagination; raises ConfigError where it cannot
+    be had.
+    """
+    require_readable(policy, model)
+    seen = model_for(policy, model)
+    behind = isinstance(policy, EncodesForPolicy) and isinstance(model, DecoderFree) and reads_latent_of(policy, model)
+    inputs = policy.inner.spec.observation if behind else policy.spec.observation
+    if missing_keys := [key for key in inputs if key not in seen.spec.observation]:
+        raise ConfigError(
+            f"The policy reads {', '.join(missing_keys)}, which the planning world model of '{model.spec.name}' does "
+            "not imagine: plan in a model that does, or optimise the actions themselves, plan.kind=cem."
+        )
+    return seen
 
 
 def planner_alone(section: PlanSection, device: torch.device | str = "cpu") -> Policy:
@@ -62,9 +84,17 @@ def planner_alone(section: PlanSection, device: torch.device | str = "cpu") -> P
         raise ConfigError("Planning without a policy needs plan.model=CHECKPOINT and plan.kind=cem, icem or mppi.")
     model = load_imagining(section.model, device)
     settings = narrowed(PlanConfig, section)
-    planner = ModelPredictivePolicy(model, settings, goal=load_goal(settings, model))
+    planner = predictive(model, settings)
     remember_origin(planner, origin_of(model))
     return planner
+
+
+def predictive(
+    model: LearnedModel, settings: PlanConfig, policy: Policy | None = None, remembers: bool = True
+) -> ModelPredictivePolicy:
+    """Return a planner of action sequences; an objective is given the vectors that are read off a latent as well."""
+    seen = model_for(None, model) if settings.objective else model
+    return ModelPredictivePolicy(seen, settings, policy, load_goal(settings, model), remembers)
 
 
 def load_goal(config: PlanConfig, model: WorldModel) -> Goal | None:
@@ -131,4 +161,4 @@ def planned_acting(
             f"plan.model={section.model} outputs only a latent: planning needs a model that decodes observations."
         )
     settings = narrowed(PlanConfig, section)
-    return lambda policy: PlannedPolicy(policy, model, settings)
+    return lambda policy: PlannedPolicy(policy, planning_model(policy, model), settings)

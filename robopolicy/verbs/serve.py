@@ -66,7 +66,8 @@ def run(config: Config) -> int:
         if section.gate is not None and not first:
             require_accepted(section.gate, version)
         acting = load_acting(config.inference, paths[name], device, section.chunking)
-        policy = with_planning(config.plan, acting, device)
+        # Rows of a batch are whichever robots ask together, so no plan may start from what a row did before.
+        policy = with_planning(config.plan, acting, device, remembers=False)
         if not policy.spec.fps:
             warnings.warn(missing_fps_message(paths[name]), RobopolicyWarning, stacklevel=1)
         watcher = None if section.detect is None else detectors(config, paths[name], policy, first, device)

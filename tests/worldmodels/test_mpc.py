@@ -1,5 +1,7 @@
 """Planning by optimised action sequences: formulas by hand, known optima, rows that do not disturb each other."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -90,6 +92,18 @@ def test_a_reset_row_forgets_its_plan_and_others_keep_theirs():
     assert actions[0] == pytest.approx(torch.full((2, 2), 0.5), abs=1e-4) and actions[1].abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["cem", "icem", "mppi"])
+def test_a_planner_of_a_server_starts_from_no_other_robots_plan(kind):
+    config = PlanConfig(kind=kind, horizon=8, options={"samples": 8, "rounds": 2}, replan=2)
+    kept, forgets = ModelPredictivePolicy(Plane(), config), ModelPredictivePolicy(Plane(), config, remembers=False)
+    found = []
+    for planner in (kept, forgets):
+        planner.reset([0])  # before anything was planned
+        for robot in (0.5, -0.5, 0.5):
+            found.append(planner.act({STATE: torch.full((1, 1, 2), robot)}, torch.Generator().manual_seed(1)).actions)
+    assert not torch.equal(found[0], found[2]) and torch.equal(found[3], found[5])
+
+
 def test_returns_by_hand():
     model, start = Plane(), {"x": torch.tensor([[0.0, -0.3]] * 2), "seed": torch.zeros(2, dtype=torch.int64)}
     sequences = torch.zeros(2, 8, 2)
@@ -100,11 +114,49 @@ def test_returns_by_hand():
     careful = PlanConfig(kind="cem", discount=0.9, uncertainty=-2.0)
     cost = sum(0.9**step * 2 * 0.1 * (step + 1) for step in range(6))
     assert imagined_returns(model, start, sequences, careful)[0] == pytest.approx(float(returns[0]) - cost, abs=1e-4)
-    height = lambda frames: frames[STATE][:, 0] ** 2  # noqa: E731
-    found = imagined_returns(model, start, sequences, plain, height)[0]
-    squares = [(0.1 * step) ** 2 for step in range(1, 7)]
-    expected = sum(0.9 ** (step + 1) * (squares[step + 1] - squares[step]) for step in range(5))
+    height = lambda frames: frames[STATE][:, 0].double() ** 2  # noqa: E731
+    found = imagined_returns(model, start, sequences, plain, height, torch.full((2,), 0.5))[0]
+    squares = [0.5, *((0.1 * step) ** 2 for step in range(1, 7))]
+    expected = sum(0.9**step * (squares[step + 1] - squares[step]) for step in range(6))
     assert found == pytest.approx(expected, abs=1e-5)
+
+
+def nearness(frames):
+    """Minus the distance to the goal, whose increases are the rewards of Plane."""
+    return -(frames[STATE] - GOAL).norm(dim=1)
+
+
+def column(frames):
+    return frames[STATE]
+
+
+def elsewhere(frames):
+    return frames["observation.other"]
+
+
+@pytest.mark.parametrize("kind", ["cem", "icem", "mppi"])
+def test_increases_of_an_objective_plan_as_equal_rewards_do(kind, monkeypatch):
+    monkeypatch.setitem(sys.modules, "objectives", sys.modules[__name__])
+    found = []
+    for objective in ("", "objectives:nearness"):
+        config = PlanConfig(kind=kind, horizon=4, replan=1, objective=objective)
+        planner, drawn = ModelPredictivePolicy(Plane(), config), generator(2)
+        planner.reset()
+        with drawn.decision():
+            found.append(planner.act({STATE: torch.zeros(2, 1, 2)}, drawn).actions)
+    assert torch.allclose(found[0], found[1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("column", r"returned shape \[2, 2\] for 2 frames"), ("elsewhere", r"imagines observation\.state: use one")],
+)
+def test_an_objective_that_does_not_fit_is_refused_with_a_reason(name, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "objectives", sys.modules[__name__])
+    planner = ModelPredictivePolicy(Plane(), PlanConfig(kind="cem", horizon=4, objective=f"objectives:{name}"))
+    drawn = generator(2)
+    with pytest.raises(ConfigError, match=message), drawn.decision():
+        planner.act({STATE: torch.zeros(2, 1, 2)}, drawn)
 
 
 def test_weights_of_mppi_and_elites_by_hand():
