@@ -165,6 +165,24 @@ def test_mistakes_name_the_key_and_the_nearest_name(override, text):
         compose([override])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["plan.kind=cem"], "plan.kind is for planning in a world model: set plan.model"),
+        (["plan.candidates=16"], "plan.candidates is for planning in a world model"),
+        (["plan.model=a", "plan.replan=4"], "plan.replan does not apply to plan.kind=candidates: set plan.kind=cem"),
+        (["plan.model=a", "plan.objective=a:b"], "plan.objective does not apply to plan.kind=candidates"),
+        (["plan.model=a", "plan.kind=mppi", "plan.rollouts=3"], "plan.rollouts does not apply to plan.kind=mppi"),
+        (["imagine.method=sft", "imagine.refresh_every=10"], "refresh_every does not apply to imagine.method=sft"),
+        (["imagine.method=sft", "imagine.bc_weight=0.1"], "bc_weight does not apply to imagine.method=sft"),
+        (["imagine.refresh_uncertainty=1"], "set imagine.refresh_every"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(overrides, text):
+    with pytest.raises(ConfigError, match=text):
+        compose(overrides)
+
+
 def test_own_recipe_file(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("world:\n  name: push_t\npolicy:\n  chunk: 3\n")

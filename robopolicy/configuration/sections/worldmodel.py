@@ -1,7 +1,7 @@
 """Sections for world models: training one, fine-tuning in it, planning with it, ranking policies in it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -10,7 +10,7 @@ from robopolicy.core.ranges import Count, Fraction, Natural, NoiseLevel, NonNega
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.structured import Tagged
 from robopolicy.training.configuration import FitConfig
-from worldmodels.configuration import EnsembleConfig, PlanConfig
+from worldmodels.configuration import CANDIDATES, EnsembleConfig, PlanConfig
 from worldmodels.registry import SETTING, SUCCESS_HEADS, WORLD_MODELS
 
 
@@ -153,6 +153,16 @@ class ImagineSection:
             raise ConfigError("imagine: real_eval_episodes and refresh_every must be at least 0.")
         if min(self.refresh_episodes, self.rounds, self.rollouts_per_round) < 1:
             raise ConfigError("imagine: refresh_episodes, rounds and rollouts_per_round must be at least 1.")
+        if self.method == "sft" and (self.refresh_every or self.bc_weight):
+            name = "refresh_every" if self.refresh_every else "bc_weight"
+            raise ConfigError(f"imagine.{name} does not apply to imagine.method=sft: unset it, or use method=rl.")
+        if self.refresh_uncertainty is not None and not self.refresh_every:
+            raise ConfigError("imagine.refresh_uncertainty plans the episodes of a refresh: set imagine.refresh_every.")
+
+
+OF_CANDIDATES = "candidates", "rollouts", "aggregate"
+OF_SEQUENCES = "options", "replan", "objective"
+"""Settings of planning that chooses among chunks of a policy alone, and of planning that optimises sequences alone."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,18 @@ class PlanSection(PlanConfig):
     """Checkpoint of the world model used for planning, null for no planning."""
     candidates: Count = 8
     horizon: Count = 20
+
+    def __post_init__(self):
+        super().__post_init__()
+        defaults = {item.name: {} if item.default is MISSING else item.default for item in fields(self)}
+        names = *OF_CANDIDATES, *OF_SEQUENCES, "kind", "goal", "horizon"
+        given = [name for name in names if getattr(self, name) != defaults[name]]
+        if given and self.model is None:
+            raise ConfigError(f"plan.{given[0]} is for planning in a world model: set plan.model=CHECKPOINT as well.")
+        chooses = self.kind == CANDIDATES
+        if unread := [name for name in given if name in (OF_SEQUENCES if chooses else OF_CANDIDATES)]:
+            kinds = "cem, icem or mppi" if chooses else f"{CANDIDATES}, the default"
+            raise ConfigError(f"plan.{unread[0]} does not apply to plan.kind={self.kind}: set plan.kind={kinds}.")
 
 
 @dataclass(frozen=True)
