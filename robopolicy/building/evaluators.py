@@ -4,7 +4,6 @@ logs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
+from robopolicy.core.world import World
 from robopolicy.data.chains import read_chains
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.evaluators import (
@@ -39,6 +39,7 @@ from robopolicy.rl.offline.iql import Iql
 from robopolicy.runs import default_path, output
 from robopolicy.success.relabelling import relabelled_by
 from robopolicy.training.critics import critic_interface, fit_agent
+from worldmodels.protocol import EncodesForPolicy
 
 CRITICS = frozenset({"fqe", "critic"})
 """Evaluators that see recorded data through a fitted critic alone."""
@@ -84,15 +85,12 @@ def build_evaluators(
         if name == "model":
             paths = section.models or (default_path(config, "worldmodel", "checkpoint", None, "gate.models"),)
             judges += [
-                model_evaluator(config, path, incumbent, device, path.resolve() not in learned_in, elsewhere)
+                played_evaluator(config, path, incumbent, device, path.resolve() not in learned_in, elsewhere)
                 for path in paths
             ]
             continue
         if name == "world":
-            world = build_world(config.world, incumbent, episodes=section.num_states, device=device)
-            seeds = episode_seeds(config.run.seed, "gate/trials", section.num_states)
-            trials = {"by": section.metric, "trials": True, "seed": config.run.seed}
-            judges.append(ModelEvaluator(world, seeds, **trials, players=_players(elsewhere, None)))
+            judges.append(played_evaluator(config, None, incumbent, device, elsewhere=elsewhere))
             continue
         if name == "importance":
             judges.append(importance_evaluator(config, incumbent, episodes))
@@ -136,9 +134,7 @@ def critic_of(section: GateSection, recorded: RecordedDecisions, seed: int) -> I
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Plays the episodes of evaluators on workers. paths: checkpoint of every policy that is evaluated, of which the
-    first determines the fields of the worlds.
-    """
+    """Plays the episodes of evaluators on workers. paths: checkpoint of every policy that is evaluated."""
 
     workers: Workers
     paths: Sequence[tuple[Policy, Path]]
@@ -146,44 +142,72 @@ class Elsewhere:
     def players(self, policy: Policy, model: Path | None) -> BatchPlayers | None:
         """Return the players of `policy` in the world model at `model`, or in trials for None; None for no workers."""
         path = next(path for each, path in self.paths if each is policy)
-        given = {"model": "" if model is None else str(model), "path": str(path), "first": str(self.paths[0][1])}
+        given = {"model": "" if model is None else str(model), "path": str(path)}
         return self.workers.players("robopolicy.building.evaluators:in_worker", **given)
 
 
-def _players(elsewhere: Elsewhere | None, model: Path | None) -> Callable[[Policy], BatchPlayers | None]:
-    return lambda policy: None if elsewhere is None else elsewhere.players(policy, model)
+class WorldForPolicy:
+    """Builds the world with what a policy reads, again only for one that reads something else than the last."""
+
+    def __init__(self, build: Callable[[Policy], World]):
+        self._build = build
+        self._world: World | None = None
+        self._read: tuple[str, Policy | None] = "", None
+
+    def __call__(self, policy: Policy) -> World:
+        """Return the world for `policy`; that of another is closed. Raises the errors of `build_world`."""
+        # One with an encoder may read the latent of the world's model instead.
+        encoded = policy if isinstance(policy, EncodesForPolicy) else None
+        read = repr((policy.spec.observation, policy.spec.action, policy.spec.history)), encoded
+        if self._world is None or read[0] != self._read[0] or encoded is not self._read[1]:
+            if self._world is not None:
+                self._world.close()
+                self._world = None
+            self._world, self._read = self._build(policy), read
+        return self._world
+
+    def close(self) -> None:
+        """Close the last world."""
+        if self._world is not None:
+            self._world.close()
 
 
-def in_worker(config: Config, model: str, path: str, first: str) -> Built:
-    """Build in a worker the world of an evaluator, for the policy at `first`, and the policy at `path`."""
-    device = choose_device(config.run)
-    section = config.world.imagined_by(Path(model)) if model else config.world
-    world = build_world(section, load_policy(first, device), episodes=config.gate.num_states, device=device)
-    policy = load_policy(path, device)
-    return world, adapt_policy_to_world(world, policy) if model else policy, torch.device("cpu")
+def world_of_evaluator(config: Config, model: Path | None, policy: Policy, device: torch.device) -> World:
+    """Build the world in which an evaluator plays `policy`: the world model at `model`, or that of trials for None."""
+    section = config.world if model is None else config.world.imagined_by(model)
+    return build_world(section, policy, episodes=config.gate.num_states, device=device)
 
 
-def model_evaluator(
+def in_worker(config: Config, model: str, path: str) -> Built:
+    """Build in a worker the world of an evaluator, and the policy at `path`."""
+    policy = load_policy(path, device := choose_device(config.run))
+    world = world_of_evaluator(config, Path(model) if model else None, policy, device)
+    return world, adapt_policy_to_world(world, policy), torch.device("cpu")
+
+
+def played_evaluator(
     config: Config,
-    path: Path,
+    model: Path | None,
     policy: Policy,
     device: torch.device,
-    independent: bool,
+    independent: bool = True,
     elsewhere: Elsewhere | None = None,
-) -> Evaluator:
-    """Return the evaluator that plays episodes in the world model at `path`."""
+) -> ModelEvaluator:
+    """Return the evaluator that plays episodes in the world model at `model`, or trials for None; `policy` is the first
+    that it is to play.
+    """
     section = config.gate
-    world = build_world(config.world.imagined_by(path), policy, episodes=section.num_states, device=device)
-    seeds = episode_seeds(config.run.seed, "gate", section.num_states)
-    as_inside = partial(adapt_policy_to_world, world)
+    world_of = WorldForPolicy(lambda each: world_of_evaluator(config, model, each, device))
     return ModelEvaluator(
-        world,
-        seeds,
+        world_of(policy),
+        episode_seeds(config.run.seed, "gate/trials" if model is None else "gate", section.num_states),
         by=section.metric,
-        as_inside=as_inside,
+        as_inside=lambda each: adapt_policy_to_world(world_of(each), each),
         independent=independent,
+        trials=model is None,
         seed=config.run.seed,
-        players=_players(elsewhere, path),
+        players=lambda each: None if elsewhere is None else elsewhere.players(each, model),
+        world_of=world_of,
     )
 
 
@@ -243,7 +267,8 @@ keep_former_names(
         "recorded_paths": "gate_data_paths",
         "build_judges": "build_evaluators",
         "recorded_for_judges": "evaluator_data",
-        "model_judge": "model_evaluator",
+        "model_judge": "played_evaluator",
+        "model_evaluator": "played_evaluator",
         "importance_judge": "importance_evaluator",
         "clipped": "clipped_fraction",
     },

@@ -36,10 +36,10 @@ class ModelEvaluator:
 
     world: an imagined world, or the real one with `trials`, for a short online phase; seeds: [S] of its initial states;
     by: "success" or "return"; independent: whether the candidates were not trained in it; as_inside: a policy -> its
-    form in that world, for example without its encoder; players: a policy -> what plays it there on workers, None to
-    play in this process. `env_steps` counts the control steps of trials; `classified` are the results whose success a
-    classifier supplied. Raises ConfigError for success in a world that
-    does not report it.
+    form in that world, for example without its encoder; world_of: a policy -> the world with what it reads, None where
+    `world` has that for all; players: a policy -> what plays it there on workers, None to play in this process.
+    `env_steps` counts the control steps of trials; `classified` are the results whose success a classifier supplied.
+    Raises ConfigError for success in a world that does not report it.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class ModelEvaluator:
         trials: bool = False,
         seed: int = 0,
         players: Callable[[Policy], BatchPlayer | None] = lambda policy: None,
+        world_of: Callable[[Policy], World] | None = None,
     ):
         if by not in ("success", "return"):
             raise ConfigError(f"by={by}: a model evaluates success or return.")
@@ -64,6 +65,7 @@ class ModelEvaluator:
         self.independent = independent
         self.seed = seed
         self.as_inside = as_inside
+        self.world_of = world_of or (lambda policy: world)
         self.players = players
         self.trials, self.env_steps = trials, 0
         self.classified: list[EvaluationResult] = []
@@ -71,9 +73,9 @@ class ModelEvaluator:
 
     def values(self, policy: Policy) -> Array:
         """Return success (0 or 1) or return of each episode [S], with the same noise for every policy."""
-        model_policy = self.as_inside(policy)
+        world, model_policy = self.world_of(policy), self.as_inside(policy)
         result = evaluate_policy(
-            self.world,
+            world,
             model_policy,
             self.seeds,
             generator_seed=self.seed,

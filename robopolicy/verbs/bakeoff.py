@@ -11,7 +11,7 @@ plays the episodes in N processes, with equal results.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 
 from robopolicy.building.evaluators import (
     Elsewhere,
+    WorldForPolicy,
     build_evaluators,
     clipped_fraction,
     gate_episodes,
@@ -34,7 +35,7 @@ from robopolicy.core.world import World
 from robopolicy.evaluation.bakeoff import EvaluatorScore, best_evaluator, score_evaluator
 from robopolicy.evaluation.classified import reason_to_refuse
 from robopolicy.evaluation.evaluators import ModelEvaluator
-from robopolicy.evaluation.gate import ceiling_of
+from robopolicy.evaluation.gate import Evaluator, ceiling_of
 from robopolicy.evaluation.importance import ImportanceEvaluator
 from robopolicy.evaluation.intervals import plus_minus
 from robopolicy.evaluation.report import report_for_run
@@ -69,19 +70,7 @@ def compared(config: Config, workers: Workers) -> int:
     elsewhere = Elsewhere(workers, list(zip(policies, section.policies, strict=True)))
     recorded = gate_episodes(config, policies[0], device)
     judges = build_evaluators(config, policies[0], recorded, device, elsewhere=elsewhere)
-    world = world_for(config, policies[0], device)
-    print_reference(config)
-    seeds = evaluation_seeds(config, section.episodes)
-    by_success = config.gate.metric == "success"
-    if by_success:
-        require_success(world, "compare returns with gate.metric=return")
-    truth: list[float] = []
-    for name, path, policy in zip(names, section.policies, policies, strict=True):
-        players = workers.players("robopolicy.verbs.bakeoff:in_worker", path=str(path), first=str(section.policies[0]))
-        seen, label = adapt_policy_to_world(world, policy), f"ground truth: {name}"
-        true_result = evaluate_policy(world, seen, seeds, device=device, label=label, players=players)
-        truth.append(float((true_result.success if by_success else true_result.returns).mean()))
-    world.close()
+    truth = true_performance(config, policies, judges, workers, device)
     scores: dict[str, EvaluatorScore] = {}
     values: dict[str, list[float]] = {}
     refusals: dict[str, str] = {}
@@ -130,8 +119,33 @@ def compared(config: Config, workers: Workers) -> int:
     return 0
 
 
+def true_performance(
+    config: Config, policies: Sequence[Policy], judges: Sequence[Evaluator], workers: Workers, device: torch.device
+) -> list[float]:
+    """Return the measured success or return of every policy; raises, before any episode is played, when one does not
+    fit its world or that of an evaluator, as `build_world` does.
+    """
+    section, by_success = config.bakeoff, config.gate.metric == "success"
+    true_world = WorldForPolicy(lambda policy: world_for(config, policy, device))
+    for policy in policies:
+        for world_of in (true_world, *(judge.world_of for judge in judges if isinstance(judge, ModelEvaluator))):
+            world_of(policy)
+    print_reference(config)
+    if by_success:
+        require_success(true_world(policies[0]), "compare returns with gate.metric=return")
+    seeds, truth = evaluation_seeds(config, section.episodes), list[float]()
+    for name, path, policy in zip(runs_of(section.policies), section.policies, policies, strict=True):
+        players = workers.players("robopolicy.verbs.bakeoff:in_worker", path=str(path))
+        world, label = true_world(policy), f"ground truth: {name}"
+        seen = adapt_policy_to_world(world, policy)
+        true_result = evaluate_policy(world, seen, seeds, device=device, label=label, players=players)
+        truth.append(float((true_result.success if by_success else true_result.returns).mean()))
+    true_world.close()
+    return truth
+
+
 def world_for(config: Config, policy: Policy, device: torch.device) -> World:
-    """Build the world of the true episodes for policies that read what `policy` reads, with its own success."""
+    """Build the world of the true episodes of `policy`, with its own success."""
     return build_world(config.world.with_own_success, policy, episodes=config.bakeoff.episodes, device=device)
 
 
@@ -147,10 +161,10 @@ def print_reference(config: Config) -> None:
     output.print(text, markup=False, soft_wrap=True)
 
 
-def in_worker(config: Config, path: str, first: str) -> Built:
-    """Build in a worker the policy at `path`, and the world for that at `first`, which all policies share."""
-    device = choose_device(config.run)
-    world, policy = world_for(config, load_policy(first, device), device), load_policy(path, device)
+def in_worker(config: Config, path: str) -> Built:
+    """Build in a worker the policy at `path`, and its world."""
+    policy = load_policy(path, device := choose_device(config.run))
+    world = world_for(config, policy, device)
     return world, adapt_policy_to_world(world, policy), device
 
 
