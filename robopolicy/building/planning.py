@@ -64,8 +64,9 @@ def planning_model(policy: Policy, model: WorldModel) -> WorldModel:
     """
     require_readable(policy, model)
     seen = model_for(policy, model)
-    behind = isinstance(policy, EncodesForPolicy) and isinstance(model, DecoderFree) and reads_latent_of(policy, model)
-    inputs = policy.inner.spec.observation if behind else policy.spec.observation
+    inputs = policy.spec.observation
+    if isinstance(policy, EncodesForPolicy) and isinstance(model, DecoderFree) and reads_latent_of(policy, model):
+        inputs = policy.inner.spec.observation
     if missing_keys := [key for key in inputs if key not in seen.spec.observation]:
         raise ConfigError(
             f"The policy reads {', '.join(missing_keys)}, which the planning world model of '{model.spec.name}' does "
