@@ -4,10 +4,16 @@ import json
 import shutil
 
 import pytest
+import torch
 from tiny_runs import TINY
 
+from robopolicy.building.worlds import build_world
 from robopolicy.cli import main
+from robopolicy.configuration import compose
 from robopolicy.evaluation import success
+from robopolicy.policies.configuration import DenoisingPolicyConfig
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.verbs import worldmodel
 
 pytestmark = pytest.mark.long
 
@@ -109,6 +115,28 @@ def test_a_judge_that_knows_too_little_of_a_policy_is_left_out_of_the_bakeoff(ro
 def test_mistakes_end_with_a_sentence_and_status_2(arguments, text, capsys, tmp_path):
     assert main([*arguments, f"run.root={tmp_path}"]) == 2
     assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_criterion_that_a_model_cannot_apply_is_refused_before_it_is_trained(root, monkeypatch, capsys):
+    data, trained = root / "collect" / "reach_planar" / "0" / "dataset", []
+    monkeypatch.setattr(worldmodel, "fit_stages", lambda *given: trained.append(given))
+    settings = *TINY[1:], f"run.root={root}", "run.name=criterion", "world=demonstrations", f"world.data={data}"
+    assert main(["worldmodel", str(data), *settings, "world.imagination.success=state"]) == 2
+    assert "needs a task's criterion of success" in " ".join(capsys.readouterr().err.split()) and not trained
+
+
+def test_a_policy_that_reads_several_frames_is_recorded_for_a_model(root, monkeypatch):
+    settings = *TINY, f"run.root={root}", "world.batch_size=4", "worldmodel.noise=[none]", "worldmodel.transitions=2000"
+    config = compose([*settings, "worldmodel.policies=[looks_back]"])
+    world = build_world(config.world)
+    sizes = DenoisingPolicyConfig(chunk=2, prediction_steps=2, sampling_steps=2, width=8, depth=1, history=3)
+    fields, action = world.spec.observation, world.spec.action
+    policy = DenoisingPolicy(sizes, fields, action, fps=world.spec.fps, instructions=world.spec.instructions)
+    monkeypatch.setattr(worldmodel, "load_policy", lambda *given: policy)
+    episodes, behaviours = worldmodel.gather(config, world, torch.Generator())
+    assert episodes.step_count >= 2000 and len(behaviours) == 2
+    assert min(each.episodes.step_count for each in behaviours) > 0
+    world.close()
 
 
 def test_a_verb_that_runs_again_says_what_it_replaces(root, capsys):

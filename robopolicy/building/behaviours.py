@@ -45,7 +45,8 @@ def imagined_success(
     of `model`, in at most `count` episodes each; {} for models that imagine images, which take too long.
 
     section: the simulated world, with the settings of imagination. Behaviours that read something that the model does
-    not output are left out, as are worlds with inference latency or without recorded success.
+    not output are left out, as are worlds with inference latency or without recorded success. Raises ConfigError, even
+    without behaviours, when success is to be decided by a state that the model does not have.
     """
     fields = model.spec.observation
     if any(key.startswith(IMAGE_PREFIX) for key in fields) or QUEUE in fields:
@@ -88,6 +89,7 @@ def _imagined_rate(
         history=1 if policy is None else policy.spec.history,
         debounce=section.imagination.debounce,
         criterion=criterion,
+        noises=section.imagination.noises,
     )
     lacking = [key for key in episodes.observation.keys() - world.spec.observation if not key.startswith(IMAGE_PREFIX)]
     if policy is None and lacking:  # a scripted expert declares nothing: it may read every vector

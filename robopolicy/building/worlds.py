@@ -301,6 +301,12 @@ def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: in
         raise ConfigError(
             "No demonstrations are given. Set world.data=FOLDER, a LeRobotDataset such as `robopolicy collect` writes."
         )
+    options, names = without_faults(without_latency(section.options)), ("tolerance", "patches")
+    if unknown := next((each for each in options if each not in names), None):
+        raise ConfigError(
+            f"world.options.{unknown} does not apply to world={DEMONSTRATIONS}, which replays recorded episodes: it "
+            f"has only {' and '.join(names)}, and in any world latency and faults."
+        )
     episodes = read_dataset(section.data, cameras=section.cameras or None, rename=rename)
     _require_images(section, episodes.observation_fields, str(section.data))
     world = DemonstratedWorld(
@@ -314,7 +320,7 @@ def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: in
         rows,
         history=history,
         seed=seed,
-        **without_faults(without_latency(section.options)),
+        **options,
     )
     return with_latency_of(section.options, with_faults_of(section.options, world))
 
@@ -386,8 +392,8 @@ def state_criterion(section: WorldSection, model: LearnedModel) -> StateCriterio
     missing_keys = [key for key in task.observation if key not in readable]
     if missing_keys:
         raise ConfigError(
-            f"world.imagination.success=state reads {', '.join(missing_keys)}, which the world model {section.model} "
-            f"neither imagines nor reads off its latent: {remedy}"
+            f"world.imagination.success=state reads {', '.join(missing_keys)}, which the world model of "
+            f"'{model.spec.name}' neither imagines nor reads off its latent: {remedy}"
         )
     return StateCriterion(task.succeeded, tuple(task.observation), getattr(model, "success_bonus", 0.0))
 

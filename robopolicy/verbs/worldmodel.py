@@ -29,7 +29,7 @@ from robopolicy.core.origin import prefix_errors, remember_origin, remember_rena
 from robopolicy.core.randomness import Generators, derive_seed, episode_seeds
 from robopolicy.core.regression import DividesBatches
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec, require_fit
+from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec, cameras_of, require_fit
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
@@ -48,7 +48,7 @@ from robopolicy.verbs.job import Job, say_replicas
 from robopolicy.verbs.verb import Verb
 from sims.play import PLAY, behaviour_name, can_play
 from worldmodels.checkpoint import save_world_model
-from worldmodels.protocol import LearnedModel
+from worldmodels.protocol import LearnedModel, fields_read
 from worldmodels.registry import WORLD_MODELS
 
 VERB = Verb(
@@ -92,6 +92,8 @@ def run(config: Config) -> int:
     model = WORLD_MODELS.builds(section.kind).build(section.config, world.spec, training, seed).to(device)
     remember_origin(model, origin)
     remember_renaming(model, section.rename)
+    imagined_success(config.world, model, (), 0, 0)  # raises now what would be raised after training
+    note_unread_cameras(config, model)
     world.close()
     say_replicas(0, "batch", "", noise=not isinstance(model, DividesBatches))
     clock = folder.clock()
@@ -131,6 +133,17 @@ def require_learnable_success(spec: WorldSpec) -> None:
         )
 
 
+def note_unread_cameras(config: Config, model: LearnedModel) -> None:
+    """Print which of the cameras that were asked for a model does not read, and one that does."""
+    unread = [camera for camera in config.world.cameras if camera not in cameras_of(fields_read(model))]
+    if unread:
+        output.print(
+            f"Note: worldmodel.kind={config.worldmodel.kind} does not read the images of {', '.join(unread)}, so "
+            "policies of pixels cannot act in it: worldmodel.kind=latent_ensemble does.",
+            soft_wrap=True,
+        )
+
+
 def gather(config: Config, world: World, generator: torch.Generator) -> tuple[Episodes, list[Behaviour]]:
     """Return recorded episodes and, if steps are missing, fresh rollouts in equal numbers from each source; and what
     acted in those rollouts.
@@ -159,13 +172,16 @@ def gather(config: Config, world: World, generator: torch.Generator) -> tuple[Ep
     for actor in actors:  # before any is played
         with prefix_errors(actor):
             require_fit(actor.spec, world.spec)
+    past = max([world.spec.history, *(actor.spec.history for actor in actors)])
+    remembering = replace(config.world, options={**config.world.options, "history": past})
+    stage = world if past == world.spec.history else build_world(remembering, seed=seed)
     for level in section.noise:
         chance = derive_seed(seed, f"worldmodel/noise/{level}")
-        actors.append(build_noisy_expert(config.world, world, level, chance, config.collect.controller))
+        actors.append(build_noisy_expert(config.world, stage, level, chance, config.collect.controller))
 
     def play(turn: int, index: int) -> Episodes:
-        seeds = episode_seeds(seed, f"worldmodel/{index}/{turn}", world.batch_size)
-        return record(world, actors[index], seeds, generator=generator)
+        seeds = episode_seeds(seed, f"worldmodel/{index}/{turn}", stage.batch_size)
+        return record(stage, actors[index], seeds, generator=generator)
 
     names += [behaviour_name(level) for level in section.noise]
     plays = play_fraction(config, world.spec)
@@ -173,7 +189,7 @@ def gather(config: Config, world: World, generator: torch.Generator) -> tuple[Ep
     shares = [noisy_steps // max(1, len(actors))] * len(actors)
     if plays:
         seed_of_play = derive_seed(seed, f"worldmodel/noise/{PLAY}")
-        actors.append(build_noisy_expert(config.world, world, PLAY, seed_of_play, config.collect.controller))
+        actors.append(build_noisy_expert(config.world, stage, PLAY, seed_of_play, config.collect.controller))
         names.append(behaviour_name(PLAY))
         shares.append(steps_missing - noisy_steps)
     behaviours = [
@@ -181,6 +197,8 @@ def gather(config: Config, world: World, generator: torch.Generator) -> tuple[Ep
         for index, share in enumerate(shares)
         if share
     ]
+    if stage is not world:
+        stage.close()
     return Episodes.concatenate([*parts, *(each.episodes for each in behaviours)]), behaviours
 
 

@@ -8,17 +8,20 @@ import pytest
 import torch
 from point_world import SPEC
 
+from robopolicy.building import behaviours as building
 from robopolicy.building.behaviours import Behaviour, imagined_success, warnings_of
-from robopolicy.configuration.sections.run import WorldSection
+from robopolicy.configuration import compose
+from robopolicy.configuration.sections.run import ImaginationSection, WorldSection
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
-from robopolicy.verbs.worldmodel import warn_of_successes
+from robopolicy.verbs.worldmodel import note_unread_cameras, warn_of_successes
 from worldmodels.configuration import EnsembleConfig
 from worldmodels.ensemble import EnsembleModel
+from worldmodels.env import ImaginedWorld
 
 pytestmark = pytest.mark.long
 
@@ -65,6 +68,16 @@ def test_recordings_that_hardly_fail_and_leave_no_room_for_failures_are_named(ca
     warn_of_successes(recorded_by(Goes(), count=10, steps=40), transitions=20)
     assert "100% of the recorded episodes succeed" in (said := " ".join(capsys.readouterr().out.split()))
     assert "set worldmodel.transitions=" in said
+
+
+def test_cameras_that_a_model_does_not_read_are_named(capsys):
+    config = EnsembleConfig(members=2, width=8, depth=1, head_width=8)
+    model = EnsembleModel.build(config, SPEC, recorded_by(Goes(), count=4), 0)
+    note_unread_cameras(compose([]), model)
+    assert not capsys.readouterr().out
+    note_unread_cameras(compose(["world.cameras=[top]"]), model)
+    assert "kind=ensemble does not read the images of top" in (said := " ".join(capsys.readouterr().out.split()))
+    assert "worldmodel.kind=latent_ensemble" in said
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +127,16 @@ def test_who_reads_what_is_not_there_is_left_out(learned, behaviours):
     blind = Behaviour("blind", policy, behaviours[0].episodes)
     unknown = Behaviour("unknown", Goes(), replace(behaviours[0].episodes, step_success=None))
     assert list(imagined_success(SECTION, learned, [blind, unknown, behaviours[0]], 5, 0)) == ["fast"]
+
+
+def test_they_act_under_the_settings_of_imagination(learned, behaviours, monkeypatch):
+    made = []
+
+    def recording(*given, **settings):
+        made.append(settings)
+        return ImaginedWorld(*given, **settings)
+
+    monkeypatch.setattr(building, "ImaginedWorld", recording)
+    section = replace(SECTION, imagination=ImaginationSection(debounce=2, noises=3))
+    assert imagined_success(section, learned, behaviours[:1], 4, 0)["fast"]["episodes"] == 4
+    assert (made[0]["debounce"], made[0]["noises"]) == (2, 3)

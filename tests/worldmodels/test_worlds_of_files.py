@@ -97,3 +97,12 @@ def test_of_several_policies_the_one_that_does_not_fit_is_named(files, tmp_path)
     with pytest.raises(SpecError, match=r"as \[6, 9, 3\], .*\[8, 12, 3\]\. .*world\.image_size=\{top: \[6,9\]\}"):
         build_world(told, small)
     assert np.isfinite(world.reset(seeds=np.arange(world.batch_size))[STATE]).all()
+
+
+@pytest.mark.parametrize("option", ["variation", "trial_episodes"])
+def test_recordings_refuse_options_of_simulators_in_a_sentence(files, option):
+    section = WorldSection("demonstrations", data=files / "data", options={option: {"colour": 1}})
+    with pytest.raises(ConfigError, match=f"options.{option} does not apply .* only tolerance and patches"):
+        build_world(section, batch_size=2)
+    kept = replace(section, options={"tolerance": 0.3, "patches": 0})
+    assert build_world(kept, batch_size=2).batch_size == 2
