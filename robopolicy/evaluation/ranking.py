@@ -201,7 +201,7 @@ def rank(
         [_resampled_rates([results[name] for name in names], generator, resamples) for results in (real, model)], 1
     )
     statistics: dict[str, Estimate] = {}
-    warnings = _warnings(scores)
+    warnings = _warnings(scores, min(result.episodes for result in real.values()))
     for name, function in STATISTICS.items():
         if name == "mmrv" and np.ptp(scores[0]) == 0:  # 0 by its formula: there is no order that could be violated
             statistics[name] = Estimate(None, None, None)
@@ -233,9 +233,18 @@ def rank(
     )
 
 
-def _warnings(scores: np.ndarray) -> list[str]:
+FEW_EPISODES = 20
+"""Real episodes per policy up to which agreement says little: a rate of one half is known to 20 points."""
+
+
+def _warnings(scores: np.ndarray, episodes: int) -> list[str]:
     policies = scores.shape[1]
-    warnings = []
+    warnings = list[str]()
+    if episodes < FEW_EPISODES:
+        warnings.append(
+            f"The policies' real success is known from {episodes} episodes each, so agreement with it says "
+            f"little about the model: play {FEW_EPISODES} or more."
+        )
     if policies < 6:
         floor = permutation_floor(policies)
         warnings.append(

@@ -57,7 +57,7 @@ from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
 from robopolicy.inference.configuration import CHUNKINGS, SYNCHRONOUS
 from robopolicy.policies.loading import checkpoint_in
 from robopolicy.runs import decisive, finish, open_fresh_run, output, print_table
-from robopolicy.verbs.job import evaluation_seeds, normalised, print_evaluations, record_video
+from robopolicy.verbs.job import evaluation_seeds, normalised, note_invisible, print_evaluations, record_video
 from robopolicy.verbs.unfinished import hashes, source_of
 from robopolicy.verbs.verb import Verb
 from sims.variations.protocol import session_changes, sweep
@@ -263,6 +263,7 @@ def evaluated(config: Config, workers: Workers) -> int:
     policies = {
         name: loaded(config, path, name == "policy", device) for name, path in paths.items() if path is not None
     }
+    note_invisible(varied_scenes(config), [policy.spec for policy in policies.values()])
     require_variations(config, next(iter(policies.values())), device)
     seeds = evaluation_seeds(config, section.episodes)
     anchors = None if section.reference_dataset is None else read_anchors(section.reference_dataset)

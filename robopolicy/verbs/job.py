@@ -12,7 +12,7 @@ A verb opens its job, learns, evaluates the result against the initial policy, a
     job.finish(compared(verdicts) | {**starting_checkpoint(path), "seconds": clock.seconds})
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.regression import Regressor
 from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import PolicySpec
 from robopolicy.core.tensors import file_hash
 from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.classifier_page import classifier_text
@@ -56,6 +57,7 @@ from robopolicy.policies.loading import checkpoint_in
 from robopolicy.runs import finish, finished, open_run, output, run_path
 from robopolicy.training.configuration import RegressionConfig
 from robopolicy.training.memory import plan_pretraining
+from sims.variations.protocol import only_visible
 
 
 @dataclass(frozen=True)
@@ -357,3 +359,11 @@ def normalised(verdicts: Mapping[str, PolicyEvaluation], anchors: Anchors | None
         output.print(f"{name}: {', '.join(f'{mode} {score.text}' for mode, score in scores.items())}", markup=False)
         scores_of[name] = {mode: score.to_json() for mode, score in scores.items()}
     return {"normalised": scores_of}
+
+
+def note_invisible(variations: Mapping[str, Mapping[str, Any]], policies: Iterable[PolicySpec]) -> None:
+    """Print which of the variations, as of `sims.variations.protocol.sweep`, none of the policies can see."""
+    names = only_visible(variations)
+    if names and not any(policy.cameras for policy in policies):
+        changes = f"Note: only images change with {' and '.join(names)}"
+        output.print(f"{changes}, and none are read here: success stays as it is.", soft_wrap=True)

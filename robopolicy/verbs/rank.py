@@ -28,7 +28,7 @@ from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive_seed, numpy_generator
-from robopolicy.core.spec import images_of
+from robopolicy.core.spec import IMAGE_PREFIX, images_of
 from robopolicy.core.world import Controller, World
 from robopolicy.data.record import record
 from robopolicy.evaluation.coverage import Coverage, elements
@@ -38,7 +38,7 @@ from robopolicy.evaluation.report import agreement, calibrated_table, report_for
 from robopolicy.evaluation.success import Evaluation, EvaluationResult, evaluate_policy, require_success
 from robopolicy.evaluation.tables import UNLIKE, coverage_table, coverage_warnings
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table, runs_of
-from robopolicy.verbs.job import evaluation_seeds
+from robopolicy.verbs.job import evaluation_seeds, note_invisible
 from robopolicy.verbs.verb import Verb
 from sims.play import behaviour_name
 from sims.variations.protocol import sweep
@@ -75,6 +75,7 @@ def run(config: Config) -> int:
     require_seen_by_experts(models.values(), config.rank.noise)
     worlds = {SIMULATOR: config.world, **{name: config.world.imagined_by(path) for name, path in models.items()}}
     variations = sweep(config.rank.variations, "rank.variations")
+    note_invisible(variations, [each.spec for each in candidates.values() if not isinstance(each, str)])
     varied_worlds = {
         label: {name: section.varied_by(variation) for name, section in worlds.items()}
         for label, variation in variations.items()
@@ -195,7 +196,9 @@ def require_seen_by_experts(models: Iterable[Path], noise: Sequence[str]) -> Non
     """Raise ConfigError if experts are to be ranked in a world model off whose latent no state can be read."""
     for path in models if noise else ():
         model = load_world_model(path)
-        if isinstance(model, DecoderFree) and not (isinstance(model, HasReadout) and model.readable):
+        # Pictures can be drawn of a latent off which no state is read.
+        state = [key for key in model.readable if key not in model.reads] if isinstance(model, HasReadout) else []
+        if isinstance(model, DecoderFree) and all(key.startswith(IMAGE_PREFIX) for key in state):
             raise ConfigError(
                 f"The expert cannot act in {path}, which outputs only its latent, without a readout of the state: set "
                 "rank.noise=[], or train the model on data with the state "

@@ -11,6 +11,7 @@ et al. 2017). Axes: R rows.
 
 import copy
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -217,6 +218,11 @@ def sweep(setting: Any, name: str) -> dict[str, dict[str, Any]]:
             text = f"{low:g}" if low == high else f"{low:g} to {high:g}"
             variations[f"{factor} {text}"] = {str(factor): value}
     return variations
+
+
+def only_visible(variations: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the factors of variations, as of `sweep`, that change nothing but images."""
+    return list(dict.fromkeys(name for each in variations.values() for name in each if not _kind(name).physical))
 
 
 def session_changes(setting: Any, name: str, count: int, seed: int) -> dict[str, dict[str, Any]]:

@@ -155,6 +155,15 @@ def test_rank_warns_about_few_and_similar_policies():
     json.dumps(ranking.to_json(), allow_nan=False)
 
 
+def test_agreement_with_a_handful_of_trials_is_called_so():
+    values, generator = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0], np.random.default_rng(0)
+    few = rank(real=results(values, episodes=5), model=results(values), generator=generator, resamples=50)
+    (warning,) = few.warnings
+    assert "known from 5 episodes each" in warning
+    enough = rank(real=results(values, episodes=20), model=results(values), generator=generator, resamples=50)
+    assert enough.warnings == ()
+
+
 def test_rank_refuses_what_cannot_be_ranked():
     generator = np.random.default_rng(0)
     with pytest.raises(DataError, match="at least three"):

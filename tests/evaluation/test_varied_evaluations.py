@@ -39,7 +39,8 @@ def test_a_policy_is_evaluated_under_one_factor_after_another(tmp_path, capsys):
     assert origin["options"]["variation"] == {"size": [0.9, 1.1], "light": [0, 1]}, "collected with it"
     plain = "world.options.variation=null"
     assert main(["evaluate", checkpoint, *root, plain, VARIATIONS, "run.name=here"]) == 0
-    assert "Success by factor of variation" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Success by factor of variation" in said and "only images change with light, and none are read" in said
     assert main(["evaluate", checkpoint, *root, plain, VARIATIONS, "run.name=there", "workers.count=2"]) == 0
     here, there = (result(tmp_path, "evaluate", name)["variations"]["policy"] for name in ("here", "there"))
     assert list(here) == ["none", "mass 0.2", "mass 0.5 to 2", "light 1"]
@@ -71,7 +72,8 @@ def test_the_agreement_of_a_model_is_reported_by_factor(root, capsys):
         "rank.noise=[none,low,random]",
     ]
     assert main(["rank", *options, "rank.variations={light: 1, camera: [0.5]}"]) == 0
-    assert "Agreement by factor of variation" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Agreement by factor of variation" in said and "only images change with light and camera" in said
     models = result(root, "rank", "reach_planar")["models"]
     (name, figures), *_ = models.items()
     assert list(figures["variations"]) == ["light 1", "camera 0.5"]

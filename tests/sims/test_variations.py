@@ -14,7 +14,7 @@ from sims.engine import load_model
 from sims.physics.native import NativePhysics
 from sims.registry import load_task, trusted_options
 from sims.variations.physical import objects
-from sims.variations.protocol import FACTORS, Variation, session_changes, sweep
+from sims.variations.protocol import FACTORS, Variation, only_visible, session_changes, sweep
 
 APPEARANCE = {"colour": 1, "light": 1, "camera": 1, "texture": 1, "distractors": 4}
 PHYSICAL = {"size": [0.8, 1.25], "mass": [0.5, 2], "friction": [0.5, 2]}
@@ -255,6 +255,7 @@ def test_sweeps_name_their_variations():
         "colour 0.5": {"colour": 0.5},
     }
     assert sweep(None, "x") == {}
+    assert only_visible(sweep(["colour", "mass", "size", "light"], "x")) == ["colour", "light"]
     with pytest.raises(ConfigError, match=r"evaluate.variations is 'colour', but must be a list of factors"):
         sweep("colour", "evaluate.variations")
     with pytest.raises(ConfigError, match=r"no factor of variation 'weight'"):
