@@ -1,17 +1,22 @@
 """Success by a task's own criterion on imagined states, and experts that act on what is read off a latent."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from robopolicy.building.evaluators import played_evaluator
+from robopolicy.building.planning import planner_alone, with_planning
 from robopolicy.building.worlds import build_noisy_expert, build_world, state_criterion
 from robopolicy.configuration import compose
+from robopolicy.configuration.sections.worldmodel import PlanSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import WorldOrigin, remember_origin
+from robopolicy.core.policy import Decision, to_tensors
 from robopolicy.core.randomness import Generators
-from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, PolicySpec
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.training.configuration import FitConfig
@@ -22,13 +27,16 @@ from sims.registry import make_world
 from sims.tasks.push_cube import TO_GOAL, TOLERANCE, PushCubeExpert
 from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig, LatentEnsembleConfig
+from worldmodels.encoding import EncodedPolicy
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.env import ImaginedWorld, StateCriterion
+from worldmodels.images.drawing import FrameDrawing
 from worldmodels.latent_ensemble import LatentEnsembleModel
 from worldmodels.protocol import LATENT, Imagined
 
 pytestmark = pytest.mark.long
 
+IMAGES = {"observation.images.top": Field((16, 16, 3), "uint8", 0, 255)}
 TINY = EnsembleConfig(members=2, width=24, depth=1, head_width=8)
 KINDS = {
     "states": (EnsembleModel, TINY),
@@ -98,7 +106,16 @@ def test_the_criterion_reads_every_step_and_its_instruction():
     assert result.rewards["progress"] is nothing and asked == [[["a"], ["b"], ["a"]]]
 
 
-def test_an_expert_plays_in_a_model_of_latents(models):
+def test_success_of_the_model_ends_nothing_where_the_criterion_decides():
+    values, hasty = torch.zeros(1, 2, 1), torch.tensor([[True, False]])
+    nothing = torch.zeros(1, 2)
+    future = Imagined({STATE: values}, {"success": nothing}, hasty, torch.tensor([[True, True]]), nothing)
+    never = StateCriterion(lambda seen: seen[STATE][..., 0] > 1, (STATE,), 1.0)
+    result = never.applied(future, np.array([""]))
+    assert not result.success.any() and result.terminated.tolist() == [[False, True]]
+
+
+def test_an_expert_plays_in_a_model_of_latents_off_which_its_state_is_read(models, monkeypatch):
     section = section_of(models / "latents", "world.imagination.success=state")
     world = build_world(section)
     assert set(world.spec.observation) == {LATENT, STATE, ENVIRONMENT_STATE}
@@ -107,6 +124,11 @@ def test_an_expert_plays_in_a_model_of_latents(models):
     require_seen_by_experts([models / "latents", models / "states"], ["low"])
     with pytest.raises(ConfigError, match="without a readout of the state"):
         require_seen_by_experts([models / "blind"], ["low"])
+    drawing = load_world_model(models / "latents")
+    drawing.readout, drawing.drawing = None, FrameDrawing(IMAGES, drawing.spec.observation[LATENT].size, 0)
+    monkeypatch.setattr("robopolicy.verbs.rank.load_world_model", lambda path: drawing)
+    with pytest.raises(ConfigError, match="without a readout of the state"):
+        require_seen_by_experts([models / "drawing"], ["low"])
 
 
 def test_where_no_state_is_known_the_criterion_is_refused(models):
@@ -115,3 +137,70 @@ def test_where_no_state_is_known_the_criterion_is_refused(models):
     section = section_of(models / "states", "world.imagination.success=state")
     with pytest.raises(ConfigError, match="needs a task's criterion"):
         state_criterion(replace(section, simulator="gymnasium:Nothing-v0"), load_world_model(models / "states"))
+
+
+class Still:
+    """A policy that stands still, and remembers what it was shown."""
+
+    def __init__(self, fields, world):
+        self.spec = PolicySpec(fields, world.action, 1, 2, 2, 0, world.fps)
+        self.shown = set()
+
+    def act(self, observation, generator, *, deterministic=False):
+        self.shown |= {key for key in observation if key in self.spec.observation}
+        assert self.spec.observation.keys() <= observation.keys()
+        return Decision(torch.zeros(len(observation[next(iter(self.spec.observation))]), 2, 2))
+
+    def reset(self, rows=None): ...
+
+
+@pytest.fixture
+def policies(models):
+    """A policy of states, one behind the encoder of the model of latents, and one behind another encoder."""
+    states, latents, blind = (load_world_model(models / kind) for kind in ("states", "latents", "blind"))
+    behind = (EncodedPolicy(Still(each.spec.observation, each.spec), each) for each in (latents, blind))
+    return Still(states.spec.observation, states.spec), *behind
+
+
+def test_an_evaluator_shows_each_policy_what_it_reads(models, policies):
+    config = compose(["recipe=push_cube", "gate.num_states=4", "world.batch_size=4"])
+    of_states, encoded, other = policies
+    judge = played_evaluator(config, models / "latents", of_states, torch.device("cpu"))
+    for policy in (of_states, encoded, of_states):
+        assert judge.values(policy).shape == (4,)
+    assert of_states.shown == {STATE, ENVIRONMENT_STATE} and encoded.policy.shown == {LATENT}
+    with pytest.raises(ConfigError, match="reads the latent of another model"):
+        judge.values(other)
+
+
+def test_a_policy_of_states_plans_in_a_model_of_latents_and_one_of_other_latents_is_refused(models, policies):
+    section = PlanSection(model=models / "latents", candidates=2, horizon=4)
+    world = make_world("push_cube", 3, seed=0, cameras=("top",), image_size=16)
+    observation = to_tensors(world.reset(seeds=range(3)))
+    for policy in policies[:2]:
+        planned = with_planning(section, policy)
+        assert planned.act(observation, torch.Generator().manual_seed(0)).actions.shape == (3, 2, 2)
+        assert planned.last_scores.shape == (3, 2)
+    with pytest.raises(ConfigError, match=r"reads observation\..*images\.top.* does not imagine: .*plan\.kind=cem"):
+        with_planning(section, policies[2])
+    with pytest.raises(ConfigError, match=r"reads .*observation\.state.*readout_step_ratio"):
+        with_planning(replace(section, model=models / "blind"), policies[0])
+    world.close()
+
+
+def of_cube(frames):
+    assert frames.keys() == {LATENT, STATE, ENVIRONMENT_STATE}
+    return -frames[ENVIRONMENT_STATE][:, TO_GOAL].norm(dim=-1)
+
+
+def test_an_objective_is_given_what_is_read_off_a_latent(models, monkeypatch):
+    monkeypatch.setitem(sys.modules, "objectives", sys.modules[__name__])
+    options = {"samples": 4, "elites": 2, "rounds": 1}
+    section = PlanSection(
+        model=models / "latents", kind="cem", horizon=3, options=options, objective="objectives:of_cube"
+    )
+    planner = planner_alone(section)
+    world = make_world("push_cube", 3, seed=0, cameras=("top",), image_size=16)
+    observation = to_tensors(world.reset(seeds=range(3)))
+    assert planner.act(observation, torch.Generator().manual_seed(0)).actions.shape == (3, 2, 2)
+    world.close()
