@@ -7,9 +7,11 @@ import pytest
 import torch
 from tiny_runs import TINY
 
+from robopolicy.building import behaviours
 from robopolicy.building.worlds import build_world
 from robopolicy.cli import main
 from robopolicy.configuration import compose
+from robopolicy.core.errors import ConfigError
 from robopolicy.evaluation import success
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
@@ -118,11 +120,15 @@ def test_mistakes_end_with_a_sentence_and_status_2(arguments, text, capsys, tmp_
 
 
 def test_a_criterion_that_a_model_cannot_apply_is_refused_before_it_is_trained(root, monkeypatch, capsys):
-    data, trained = root / "collect" / "reach_planar" / "0" / "dataset", []
+    def refuse(section, model):
+        raise ConfigError(f"No state is read off {type(model).__name__}.")
+
+    trained = []
     monkeypatch.setattr(worldmodel, "fit_stages", lambda *given: trained.append(given))
-    settings = *TINY[1:], f"run.root={root}", "run.name=criterion", "world=demonstrations", f"world.data={data}"
-    assert main(["worldmodel", str(data), *settings, "world.imagination.success=state"]) == 2
-    assert "needs a task's criterion of success" in " ".join(capsys.readouterr().err.split()) and not trained
+    monkeypatch.setattr(behaviours, "state_criterion", refuse)
+    named = "run.name=criterion", "run.inputs=reach_planar"
+    assert run(root, "worldmodel", *named, "world.imagination.success=state") == 2
+    assert "No state is read off EnsembleModel." in capsys.readouterr().err and not trained
 
 
 def test_a_policy_that_reads_several_frames_is_recorded_for_a_model(root, monkeypatch):
@@ -133,9 +139,9 @@ def test_a_policy_that_reads_several_frames_is_recorded_for_a_model(root, monkey
     fields, action = world.spec.observation, world.spec.action
     policy = DenoisingPolicy(sizes, fields, action, fps=world.spec.fps, instructions=world.spec.instructions)
     monkeypatch.setattr(worldmodel, "load_policy", lambda *given: policy)
-    episodes, behaviours = worldmodel.gather(config, world, torch.Generator())
-    assert episodes.step_count >= 2000 and len(behaviours) == 2
-    assert min(each.episodes.step_count for each in behaviours) > 0
+    episodes, recorded = worldmodel.gather(config, world, torch.Generator())
+    assert episodes.step_count >= 2000 and len(recorded) == 2
+    assert min(each.episodes.step_count for each in recorded) > 0
     world.close()
 
 

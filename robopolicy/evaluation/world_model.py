@@ -206,6 +206,8 @@ def element_labels(key: str, field: Field) -> list[tuple[str, float]]:
     if len(units) != field.size:
         lengths = ("m" in units and COORDINATE.search(name) and kind_of(name) is not Kind.RATE for name in names)
         units = tuple("m" if length else "" for length in lengths)
+    # One unit for all is that of the rates where the others are cosines and sines, which have none.
+    units = tuple("" if name.endswith(("cos", "sin")) else unit for name, unit in zip(names, units, strict=True))
     units_and_scales = [("mm", 1000.0) if unit == "m" else (unit, 1.0) for unit in units]
     return [
         (f"{key} {name}" + (f", {unit}" if unit else ""), scale)

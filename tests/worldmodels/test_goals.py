@@ -185,6 +185,9 @@ def test_the_readouts_errors_are_told_by_element_and_in_mm(learned):
         ("state turn, rad", 1.0),
     ]
     assert element_labels("state", Field((1,))) == [("state 0", 1.0)]
+    turning = Field((3,), unit="rad/s", names=("turn_cos", "turn_sin", "turn_velocity"))
+    labels = [label for label, _ in element_labels("state", turning)]
+    assert labels == ["state turn_cos", "state turn_sin", "state turn_velocity, rad/s"]
     cube = load_task("push_cube").observation[ENVIRONMENT_STATE]
     in_mm = [label.split()[1].rstrip(",") for label, scale in element_labels("state", cube) if scale == 1000]
     places = [f"{name}_{axis}" for name in ("cube", "goal", "pusher_to_cube", "cube_to_goal") for axis in "xy"]
