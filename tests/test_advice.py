@@ -219,6 +219,22 @@ def test_advice_after_imagination_fits_why_it_ended(why, capsys):
     assert not [other for other in fitting.values() if other != fitting[why] and other in output]
 
 
+@pytest.mark.parametrize("why", list(EndReason))
+def test_advice_after_imitation_names_settings_that_it_reads(why, capsys):
+    equal, evidence = {"base": judged(0.4), "tuned": judged(0.4)}, Evidence.of(recorded(**UNPAID))
+    imagine.print_advice(ended(why, **WATCHED), equal, FinetuneSection(), evidence, imitates=True)
+    output = " ".join(capsys.readouterr().out.split())
+    fitting = {
+        EndReason.TARGET: "finetune.target_success",
+        EndReason.DIVERGED: "world.imagination.noises",
+        EndReason.PATIENCE: "imagine.patience",
+        EndReason.ITERATIONS: "imagine.rounds",
+    }
+    assert fitting[why] in output
+    unread = "finetune.iterations", "learning_rate", "num_envs", "refresh_every", "bc_weight", "rewards were zero"
+    assert not [name for name in unread if name in output]
+
+
 def test_what_imagination_alone_chose_is_not_blamed_on_its_settings(capsys):
     unwatched = ended(EndReason.TARGET, deterministic_success=0.99)
     imagine.print_advice(unwatched, {"base": judged(0.4), "tuned": judged(0.3)})

@@ -77,6 +77,22 @@ ADVICE = {
     ),
 }
 """Advice by stop reason, for runs whose target and best policy were measured in the real world."""
+OF_IMITATION = {
+    EndReason.DIVERGED: (
+        "The world model is inaccurate on this policy, whose imagined successes are imitated: use more data "
+        "(worldmodel.policies, worldmodel.transitions), or count success once several imagined outcomes agree "
+        "(world.imagination.noises=4)."
+    ),
+    EndReason.PATIENCE: (
+        "Real and imagined success had not diverged, but success stopped improving: try more imagined successes, "
+        "imagine.rollouts_per_round=2048, or imagine.patience=8."
+    ),
+    EndReason.ITERATIONS: (
+        "The run ended only because imagine.rounds was reached: increase it, or increase imagine.imitate_steps or "
+        "imagine.rollouts_per_round."
+    ),
+}
+"""The same where successes are imitated, imagine.method=sft."""
 UNWATCHED = (
     "The policy was selected by imagined success only, which may be wrong. Select by real success: "
     "imagine.real_eval_episodes=200 "
@@ -155,7 +171,7 @@ def run(config: Config) -> int:
     print_evaluations({**verdicts, **imagined_verdicts})
     output.print(closing_message(finetuning))
     evidence = Evidence.of(folder.metrics(), finetuning.best)
-    print_advice(finetuning, verdicts, narrowed(FinetuneConfig, section), evidence)
+    print_advice(finetuning, verdicts, narrowed(FinetuneConfig, section), evidence, imagine_section.method == "sft")
     print_doubts(model, verdicts)
     result = compared(verdicts) | {
         "imagined": {name: verdict.to_json() for name, verdict in imagined_verdicts.items()},
@@ -322,23 +338,28 @@ def print_advice(
     verdicts: Mapping[str, PolicyEvaluation],
     section: FinetuneConfig | None = None,
     seen: Evidence | None = None,
+    imitates: bool = False,
 ) -> None:
     """Print why the tuned policy is no better than its base: the recorded cause if any, else advice by the stop reason.
 
-    section: settings of the fine-tuning; seen: recorded metrics; None if unknown.
+    section: settings of the fine-tuning; seen: recorded metrics; None if unknown; imitates: whether imagined successes
+    are imitated.
     """
     base, tuned_result = (verdicts[name].deterministic for name in ("base", "tuned"))
     if tuned_result.score > base.score:
         return
     metric = "success" if base.reports_success else "the return"
-    advice = ADVICE[result.ended] if "deterministic_score" in result.best else UNWATCHED
+    advice = {**ADVICE, **(OF_IMITATION if imitates else {})}[result.ended]
+    if "deterministic_score" not in result.best:
+        advice = UNWATCHED
     target = None if section is None else section.target_success
     if result.ended is EndReason.TARGET and target is not None and base.score < target:
         advice = (
             "The target was reached on the validation initial states, but not on new ones: validate on more "
             "episodes, finetune.evaluate_episodes=1000, or increase finetune.target_success."
         )
-    if section is not None and seen is not None and seen.iterations and result.ended is not EndReason.DIVERGED:
+    may_be_known = not imitates and result.ended is not EndReason.DIVERGED
+    if may_be_known and section is not None and seen is not None and seen.iterations:
         difference = compare(base, tuned_result) if result.ended is not EndReason.TARGET else None
         advice = evident_cause(seen, base, tuned_result, section, difference, inside=" imagined") or advice
     output.print(f"On new initial states, {metric} did not increase. {advice}", markup=False, soft_wrap=True)
