@@ -33,6 +33,7 @@ from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.origin import WorldOrigin, origin_of, prefix_errors, renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive_seed
+from robopolicy.core.returns import SUCCESS
 from robopolicy.core.scheduled import KINDS, SCHEDULES_OPTION
 from robopolicy.core.spec import (
     DEFAULT_IMAGE_SIZE,
@@ -203,6 +204,14 @@ def _classified_world(
             raise
         require_input(IMAGE_PREFIX + missing[0], {IMAGE_PREFIX + camera: None for camera in error.known})
         raise
+    if SUCCESS not in world.spec.rewards and not section.success_reward:
+        warnings.warn(
+            f"The reward of '{section.name}' has no term for success ({', '.join(world.spec.rewards)}), so the "
+            "classifier's success is not rewarded: a policy that learns needs world.success_reward=true, which makes "
+            "it the only reward.",
+            RobopolicyNote,
+            stacklevel=4,
+        )
     try:
         return with_classifier(
             world,

@@ -5,7 +5,7 @@ frame.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from robopolicy.core.checkpoints import (
     restoring,
     write_checkpoint,
 )
-from robopolicy.core.errors import CheckpointError, RobopolicyNote, SpecError, did_you_mean
+from robopolicy.core.errors import CheckpointError, RobopolicyNote, RobopolicyWarning, SpecError, did_you_mean
 from robopolicy.core.spec import IMAGE_PREFIX, Field, check_finite, image_sizes_of
 from robopolicy.core.tensors import file_hash
 from robopolicy.nn.normalizer import Normalizer
@@ -166,6 +166,25 @@ def resized(images: Tensor, shape: tuple[int, ...], key: str) -> Tensor:
     )
     pixels = functional.interpolate(images.permute(0, 3, 1, 2).float(), shape[:2], mode="bilinear", antialias=True)
     return pixels.permute(0, 2, 3, 1).round().clamp(0, 255).to(torch.uint8)
+
+
+def require_one_task(classifier: SuccessClassifier, tasks: Sequence[str], where: str, way_out: str) -> None:
+    """Raise SpecError, ending with `way_out`, when there are several tasks at `where`, because a classifier reads no
+    instruction; warn when the only one is not the task that it was trained on.
+    """
+    if len(tasks) > 1:
+        raise SpecError(
+            f"{where} has {len(tasks)} instructions, but a success classifier reads none and would judge them all "
+            f"alike: {way_out}."
+        )
+    trained = classifier.trained_on.get("instruction")
+    if trained and tasks and trained != tasks[0]:
+        warnings.warn(
+            f"The success classifier was trained on '{trained}', but the task of {where} is '{tasks[0]}': its error "
+            "rates do not hold there.",
+            RobopolicyWarning,
+            stacklevel=3,
+        )
 
 
 def require_input(key: str, available: Mapping[str, Any]) -> None:

@@ -8,9 +8,15 @@ import torch
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.returns import SUCCESS
-from robopolicy.success.classifier import SuccessClassifier, shared_classifier
+from robopolicy.success.classifier import SuccessClassifier, require_one_task, shared_classifier
 from robopolicy.success.labels import frames_of
 from robopolicy.success.measures import held_scores
+
+ONE_INSTRUCTION = (
+    "relabel those of one with robopolicy success DATASET success.classifier=CHECKPOINT success.instruction='TEXT' "
+    "success.relabelled=FOLDER"
+)
+"""Way out for data with several instructions."""
 
 
 def relabelled(episodes: Episodes, classifier: SuccessClassifier, only_reward: bool = False) -> Episodes:
@@ -18,8 +24,9 @@ def relabelled(episodes: Episodes, classifier: SuccessClassifier, only_reward: b
 
     Success stays counted after its first step. The reward term of success is 1 at that step; other terms stay unless
     `only_reward`. An episode terminated if it did and the classifier counts it, or if success is counted at its last
-    step. Raises SpecError when the episodes lack what the classifier reads.
+    step. Raises SpecError when the episodes lack what the classifier reads, or have several tasks.
     """
+    require_one_task(classifier, sorted(set(episodes.tasks)), "the dataset", ONE_INSTRUCTION)
     logits = classifier.logits(episodes.observation)
     accepted = np.zeros(episodes.step_count, dtype=bool)
     for episode in range(len(episodes)):

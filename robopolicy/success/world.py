@@ -18,7 +18,7 @@ from robopolicy.core.spec import IMAGE_PREFIX, Observation, validate_actions
 from robopolicy.core.world import Rows, Snapshots, Step, World
 from robopolicy.core.wrapped_world import WrappedSnapshots, WrappedWorld
 from robopolicy.evaluation.intervals import percent
-from robopolicy.success.classifier import SuccessClassifier, require_input
+from robopolicy.success.classifier import SuccessClassifier, require_input, require_one_task
 
 _OURS = "classified/"
 
@@ -36,8 +36,10 @@ def with_classifier(
 
     world: should not end episodes at its own success; hidden: cameras that only the classifier reads, which the
     observation omits; terminate: success ends the episode; only_reward: the only reward is 1 at the first success.
-    Raises SpecError when the world lacks what the classifier reads.
+    Raises SpecError when the world lacks what the classifier reads, or has several tasks.
     """
+    one_task = "choose one task by world.name or world.options.instructions, and the classifier trained for it"
+    require_one_task(classifier, world.spec.goals, f"'{world.spec.name}'", one_task)
     for key in classifier.fields:
         require_input(key, world.spec.observation)
     kind = ClassifiedSnapshots if isinstance(world, Snapshots) else ClassifiedWorld

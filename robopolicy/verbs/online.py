@@ -12,6 +12,7 @@ command again: it resumes and gives the same result.
 """
 
 import copy
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ from robopolicy.building.policies import load_policy
 from robopolicy.building.worlds import build_controller, build_world
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes, require_recorded
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.finite_values import require_finite_columns
 from robopolicy.core.origin import origin_of, remember_origin, renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive_seed
 from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.transitions import Transitions
@@ -39,6 +41,7 @@ from robopolicy.operators.operated_world import OperatedWorld
 from robopolicy.operators.operator import Site, make_operator
 from robopolicy.rl.offline.agent import OfflineAgent
 from robopolicy.runs import default_path, input_path, output
+from robopolicy.success.relabelling import relabelled_by
 from robopolicy.training.configuration import ONLINE_METHODS, OnlineConfig
 from robopolicy.training.critics import fit_agent
 from robopolicy.training.online import OnlineResult, learn_online
@@ -144,7 +147,7 @@ def initialise(
         section,
         config.run.seed,
         device,
-        lambda: recorded_episodes(config, given, device),
+        lambda: recorded_episodes(config, given, world.spec, device),
         fit,
     )
     if type(given) is method.learns:
@@ -156,9 +159,11 @@ def initialise(
     return method.start(start)
 
 
-def recorded_episodes(config: Config, given: Policy | None, device: torch.device) -> Episodes | None:
-    """Return the recorded episodes, None if there are none; raises DataError when values are not finite or do not fit
-    the given policy.
+def recorded_episodes(config: Config, given: Policy | None, world: WorldSpec, device: torch.device) -> Episodes | None:
+    """Return the recorded episodes, with the success of world.success, None if there are none.
+
+    Raises DataError when values are not finite or do not fit the given policy, SpecError when they lack what the
+    classifier reads; warns when their rewards are not those that `world` pays.
     """
     section = config.online
     if section.dataset is None:
@@ -168,6 +173,15 @@ def recorded_episodes(config: Config, given: Policy | None, device: torch.device
     require_finite_columns(episodes, rewards=True)
     if given is not None:
         require_recorded(section.dataset, episodes, given.spec.observation, given.spec.action)
+    episodes = relabelled_by(config.world.success, episodes, config.world.success_reward)
+    recorded = tuple(episodes.rewards or ())
+    if recorded and set(recorded) != set(world.rewards):
+        warnings.warn(
+            f"online.dataset has the rewards {', '.join(recorded)}, but '{world.name}' pays {', '.join(world.rewards)}, "
+            "and the agent learns from both alike: record the data with the same world.options.reward.",
+            RobopolicyWarning,
+            stacklevel=2,
+        )
     return episodes.to(device)
 
 

@@ -82,7 +82,8 @@ def run(config: Config) -> int:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.run.seed, "success classifier weights"))
         network = new_network(section.kind, section.config, fields).to(job.device)
-    classifier = SuccessClassifier(network, section.kind, fields, {}, 0.0, section.hold, {}, described(config, labels))
+    origin = described(config, labels, recorded.tasks[0])
+    classifier = SuccessClassifier(network, section.kind, fields, {}, 0.0, section.hold, {}, origin)
     clock = job.folder.clock()
     train(section, classifier, *trained, generators, job)
     calibrate(section, classifier, *calibrated)
@@ -157,19 +158,23 @@ def plain(episodes: Episodes) -> Episodes:
 
 
 def of_instruction(instruction: str, episodes: Episodes, labels: Labels) -> tuple[Episodes, Labels, list[int]]:
-    """Return the episodes with this instruction, "" for all, and their numbers; raises ConfigError when there are
-    none.
-    """
+    """Return the episodes with this instruction, "" for all, and their numbers; raises as `numbers_of`."""
+    index = numbers_of(instruction, episodes)
     if not instruction:
-        return episodes, labels, list(range(len(episodes)))
-    index = [place for place, task in enumerate(episodes.tasks) if task == instruction]
+        return episodes, labels, index
+    return episodes.select(index), labels.select(episodes, index), index
+
+
+def numbers_of(instruction: str, episodes: Episodes) -> list[int]:
+    """Return the numbers of the episodes with this instruction, "" for all; raises ConfigError when there are none."""
+    index = [place for place, task in enumerate(episodes.tasks) if instruction in ("", task)]
     if not index:
         tasks = sorted(set(episodes.tasks))
         raise ConfigError(
             f"No episode has the instruction '{instruction}'.{did_you_mean(instruction, tasks)} Instructions: "
             f"{'; '.join(tasks[:20])}."
         )
-    return episodes.select(index), labels.select(episodes, index), index
+    return index
 
 
 def require_one_instruction(episodes: Episodes) -> None:
@@ -200,14 +205,14 @@ def chosen_fields(inputs: tuple[str, ...], episodes: Episodes) -> dict[str, Fiel
     return selected
 
 
-def described(config: Config, labels: Labels) -> dict[str, Any]:
-    """Return the origin of the training data, for the checkpoint."""
+def described(config: Config, labels: Labels, instruction: str) -> dict[str, Any]:
+    """Return the origin of the training data, for the checkpoint; instruction: that of all episodes."""
     section = config.success
     datasets = (section.dataset, *section.extra_datasets, *section.positives, *section.negatives)
     return {
         "datasets": [str(path) for path in datasets if path is not None],
         "labels": section.labels,
-        "instruction": section.instruction,
+        "instruction": instruction,
         "world": config.world.name,
         "episodes": len(labels.episodes),
         "successful": int(labels.episodes.sum()),
@@ -290,6 +295,8 @@ def rewritten(config: Config, classifier: SuccessClassifier) -> int:
     if section.extra_datasets or section.positives or section.negatives:
         raise ConfigError("success.relabelled copies one dataset: name only success.dataset.")
     episodes = read_dataset(path, rename=section.rename)
+    if section.instruction:
+        episodes = episodes.select(numbers_of(section.instruction, episodes))
     new = relabelled(episodes, classifier)
     write_dataset(new, section.relabelled, images="png", origin=recorded_origin(path))
     assert new.success is not None

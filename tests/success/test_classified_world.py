@@ -1,16 +1,29 @@
 """A world with a classifier's success: equal to its own for an oracle, and a lie is counted and refused."""
 
+import sys
+from dataclasses import replace
+
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from oracle import OracleConfig, OracleNetwork, saved_oracle
 
 from robopolicy.building.worlds import build_world
+from robopolicy.configuration import compose
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError, RobopolicyNote, SpecError
+from robopolicy.core.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    RobopolicyNote,
+    RobopolicyWarning,
+    SpecError,
+)
 from robopolicy.core.registry import import_plugins
-from robopolicy.core.spec import IMAGE_PREFIX, Field
+from robopolicy.core.spec import IMAGE_PREFIX, STATE, Field
+from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.classified import reason_to_refuse
 from robopolicy.evaluation.classifier_page import classifier_text, supplied_section
@@ -21,6 +34,7 @@ from robopolicy.success.classifier import SuccessClassifier, load_classifier, ne
 from robopolicy.success.configuration import EncoderConfig
 from robopolicy.success.relabelling import relabelled
 from robopolicy.testing.world import check_world
+from robopolicy.verbs.online import recorded_episodes
 from sims.experts import Noise, NoisyController
 from sims.registry import make_expert
 
@@ -170,6 +184,63 @@ def test_what_the_classifier_lacks_is_named(tmp_path, oracle):
     for name in ("worldmodel", "demonstrations"):
         with pytest.raises(ConfigError, match=r"success\.relabelled"):
             build_world(WorldSection(name, success=oracle))
+
+
+def test_a_classifier_judges_one_task_and_says_when_it_learned_another(tmp_path, oracle):
+    with pytest.raises(SpecError, match=r"'push_choice' has 4 instructions, but .*: choose one task"):
+        build_world(WorldSection("push_choice", success=oracle))
+    world = world_with()
+    episodes = record(world, expert(world), np.arange(4))
+    world.close()
+    classifier = load_classifier(oracle)
+    several = replace(episodes, tasks=("reach", "wait", "reach", "wait"))
+    with pytest.raises(SpecError, match=r"the dataset has 2 instructions, .* success\.instruction='TEXT'"):
+        relabelled(several, classifier)
+    other = replace(classifier, trained_on={"instruction": "stack the cubes"})
+    with pytest.warns(RobopolicyWarning, match="trained on 'stack the cubes', but the task of the dataset is"):
+        relabelled(episodes, other)
+
+
+def test_recorded_data_of_online_learning_have_the_classifiers_success_and_the_worlds_rewards(tmp_path, liar):
+    world = world_with()
+    write_dataset(record(world, expert(world), np.arange(8)), tmp_path / "data")
+    world.close()
+    config = compose([f"online.dataset={tmp_path / 'data'}", "world.name=reach_planar", f"world.success={liar}"])
+    lied_to = world_with(liar)
+    found = recorded_episodes(config, None, lied_to.spec, torch.device("cpu"))
+    assert found.success.sum() > read_dataset(tmp_path / "data").success.sum()
+    assert float(found.rewards["success"].sum()) == int(found.success.sum())
+    lied_to.close()
+    other = replace(lied_to.spec, rewards=("reward",))
+    with pytest.warns(RobopolicyWarning, match=r"rewards progress, success, but 'reach_planar' pays reward"):
+        recorded_episodes(config, None, other, torch.device("cpu"))
+
+
+def test_a_classifiers_success_that_no_reward_pays_is_noted(tmp_path):
+    sys.modules.setdefault("test_classified_world", sys.modules[__name__])
+    name, fields = "test_classified_world:Still", {STATE: Field((1,), names=("observation[0]",))}
+    network = new_network("encoder", EncoderConfig(), fields)
+    calibration, claims = {"method": "temperature", "scale": 1.0, "offset": 0.0}, {"rate": 0.05}
+    measured = {"threshold": claims, "false_accepts": {"rate": 0.0, "low": 0.0, "high": 0.1, "count": 0, "total": 9}}
+    SuccessClassifier(network, "encoder", fields, calibration, 0.0, 1, measured, {}).save(tmp_path / "classifier")
+    with pytest.warns(RobopolicyNote, match=r"no term for success \(reward\).* world\.success_reward=true"):
+        build_world(WorldSection(name, success=tmp_path / "classifier")).close()
+    build_world(WorldSection(name, success=tmp_path / "classifier", success_reward=True)).close()
+
+
+class Still(gymnasium.Env):
+    """An environment in which nothing happens, with a reward of its own."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    max_episode_steps = 4
+    metadata = {"render_fps": 10}  # noqa: RUF012
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 0.5, False, False, {"success": False}
 
 
 def test_a_checkpoint_describes_itself_and_imports_nothing_unasked(tmp_path, oracle, monkeypatch):

@@ -42,7 +42,9 @@ class SuccessSection(Tagged):
     be lost later, the last ones with labels of episodes.
     """
     instruction: str = ""
-    """Instruction whose episodes are used; required if the datasets have several, because the classifier reads none."""
+    """Instruction whose episodes are used, also for the relabelled copy; required if the datasets have several, because
+    the classifier reads none.
+    """
     inputs: tuple[str, ...] = ()
     """Cameras or observation keys that the classifier reads; [] for all cameras or, without any, all vectors."""
     hold: Count = 2
