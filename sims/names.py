@@ -65,7 +65,7 @@ SUITES = (
     ),
     Suite(
         "libero/",
-        "libero/<suite>:<task>",
+        "libero/<suite>[:<task>]",
         "sims.suites.libero_suite:make_libero_world",
         "sims.suites.controllers.libero:LiberoExpert",
         ("libero", "libero"),

@@ -6,7 +6,7 @@ Modules are imported on first use. For valid targets of a name, see `World` in `
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -100,12 +100,7 @@ def _made(name: str, batch_size: int, options: dict[str, Any]) -> World:
         from sims.engine import MujocoWorld
 
         option_names = [each for each in signature(MujocoWorld).parameters if each not in ("task", "batch_size")]
-        for option in options:
-            if option not in option_names:
-                listing = f"Known options: {', '.join(option_names)}."
-                raise ConfigError(
-                    f"World '{name}' has no option '{option}'.{did_you_mean(option, option_names)} {listing}"
-                )
+        _require_known(name, options, option_names)
         return MujocoWorld(task, batch_size, **options)
     if _is_environment(target):
         from sims.suites.environment_class import make_environment_world
@@ -179,6 +174,16 @@ def make_expert(name: str, spec: WorldSpec) -> Controller | None:
     return FollowsInOrder(expert, task) if task.compositions else expert
 
 
+def _require_known(name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise ConfigError, suggesting the closest name, on an option that the world `name` does not have."""
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"World '{name}' has no option '{option}'.{did_you_mean(option, known)} Known options: "
+                f"{', '.join(known)}."
+            )
+
+
 def _task(name: str, found: Any) -> Task | None:
     """Return the task that a registered object is or builds, under the name by which it can be loaded again."""
     if not isinstance(found, Task):
@@ -210,6 +215,8 @@ def _called(name: str, make: Any, batch_size: int, options: dict[str, Any]) -> W
     if not callable(make):
         raise ConfigError(f"World '{name}' is {make!r}: it must be a class, a function, a Task or a gymnasium.Env.")
     try:
+        if not any(each.kind is each.VAR_KEYWORD for each in signature(make).parameters.values()):
+            _require_known(name, options, list(named_arguments(make))[1:])
         if options.get("cameras") and "image_size" not in options and named_arguments(make).get("image_size"):
             options = {**options, "image_size": DEFAULT_IMAGE_SIZE[0]}  # a world that has no size of its own
         world: Any = make(batch_size, **options)

@@ -48,6 +48,8 @@ def complaint(capsys, verb, *arguments) -> str:
         (["train", "train.fit.setps=64"], ["Did you mean 'train.fit.steps'?"]),
         (["collect", "recipe=push_tea"], ["push_tea", "'push_t'"]),
         (["collect", "world.name=push_cubes", "run.name=a"], ["push_cubes", "'push_cube'"]),
+        (["check", "push_cub"], ["'push_cub' is not a folder", "'push_cube'"]),
+        (["check", "libero_spatial"], ["'libero_spatial' is not a folder", "libero/<suite>[:<task>]"]),
         (["collect", "world.cameras=[topp]", "run.name=b"], ["no camera 'topp'", "'top'"]),
         (["collect", "collect.noise=[loww]", "run.name=c"], ["loww", "'low'"]),
         (["collect", "collect.images=jpg", "run.name=d"], ["collect.images", "'png'"]),

@@ -130,13 +130,27 @@ def task_names(world: object, seeds: Array) -> tuple[str, ...]:
 
     A world of several tasks has a method `task_names(seeds)`; a wrapper has the world as its attribute `world`.
     """
-    inner: Any = world
-    while not hasattr(inner, "task_names"):
-        if not hasattr(inner, "world"):
-            return ()
-        inner = inner.world
-    names = tuple(str(name) for name in inner.task_names(seeds))
+    inner = _innermost_with(world, "task_names")
+    names = () if inner is None else tuple(str(name) for name in inner.task_names(seeds))
     return names if len(set(names)) > 1 else ()
+
+
+def episode_notes(world: object, seeds: Array) -> tuple[str, ...]:
+    """Return what a reader of a success rate over episodes with these seeds [E] should know, such as repeated initial
+    states; a world says it in a method `episode_notes(seeds)`.
+    """
+    inner = _innermost_with(world, "episode_notes")
+    return () if inner is None else tuple(inner.episode_notes(seeds))
+
+
+def _innermost_with(world: object, method: str) -> Any:
+    """Return the world inside wrappers, which have it as their attribute `world`, that has a method; None for none."""
+    inner: Any = world
+    while not hasattr(inner, method):
+        if not hasattr(inner, "world"):
+            return None
+        inner = inner.world
+    return inner
 
 
 def plain_snapshot(world: World, rows: Rows = None) -> Snapshot | None:

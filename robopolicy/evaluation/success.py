@@ -8,6 +8,7 @@ may round differently.
 
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from robopolicy.core.action_bounds import OutsideBounds
-from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.errors import ConfigError, DataError, RobopolicyNote
 from robopolicy.core.faulty import NO_FAULT, FaultPlan, fault_plan
 from robopolicy.core.former_names import keep_former_names
 from robopolicy.core.player import PlayedStep
@@ -25,7 +26,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.temporal import specification_of
-from robopolicy.core.world import ClassifiesSuccess, Controller, World, task_names
+from robopolicy.core.world import ClassifiesSuccess, Controller, World, episode_notes, task_names
 from robopolicy.evaluation.episode_batches import (
     BatchPlayer,
     EpisodeBatch,
@@ -362,6 +363,8 @@ class Evaluation:
         batches = tuple(episode_batches(distinct, world.batch_size))
         classifier = world.success_classifier if isinstance(world, ClassifiesSuccess) else None
         tasks = task_names(world, distinct)
+        for note in episode_notes(world, distinct):
+            warnings.warn(note, RobopolicyNote, stacklevel=3)
         plan = fault_plan(world, distinct)
         formula = specification_of(world)
         text = "" if formula is None else formula.text

@@ -47,7 +47,7 @@ from robopolicy.testing.world_model import check_world_model
 from robopolicy.verbs.bench import Benchmark
 from robopolicy.verbs.verb import Verb
 from sims.controllers import load_controller
-from sims.names import WORLDS, suite_of
+from sims.names import SUITES, WORLDS, suite_of
 from sims.registry import make_world
 from worldmodels.checkpoint import holds_world_model, load_world_model
 from worldmodels.registry import WORLD_MODELS
@@ -99,7 +99,12 @@ def checker(config: Config, target: str) -> tuple[str, Callable[[], list[str]]]:
         return "a world", partial(world_lines, config, target)
     if not is_dotted(target):
         refuse_file(Path(target))
-        raise ConfigError(f"'{target}' is not a folder, a registered name or an import path (package.module:Name).")
+        suites = ", ".join(suite.form for suite in SUITES)
+        nearest = did_you_mean(target, [*POLICIES, *WORLD_MODELS, *WORLDS.names()])
+        raise ConfigError(
+            f"'{target}' is not a folder, a registered name or an import path (package.module:Name).{nearest} Worlds "
+            f"of suites are written {suites}."
+        )
     target_object = load_dotted(target, "Target")
     if entries := declared_at(target):
         return "a mechanism", partial(mechanism_lines, entries, target)

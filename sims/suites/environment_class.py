@@ -33,7 +33,7 @@ def make_environment_world(
     """
     from sims.suites.gymnasium_suite import GymnasiumWorld, check_options, words
 
-    check_options(options)
+    check_options(options, make_environment_world)
     limit = horizon if horizon is not None else getattr(kind, "max_episode_steps", None)
     if limit is None:
         raise ConfigError(

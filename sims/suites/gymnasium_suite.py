@@ -1,9 +1,8 @@
 """`GymnasiumWorld`: any gymnasium environment with continuous actions as a `World`, by name and settings alone."""
 
-import inspect
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from robopolicy.core.errors import (
 from robopolicy.core.history import select, shifted_indices
 from robopolicy.core.machine import usable_threads
 from robopolicy.core.randomness import numpy_generator
-from robopolicy.core.registry import require_types
+from robopolicy.core.registry import named_arguments, require_types
 from robopolicy.core.spec import (
     IMAGE_PREFIX,
     Field,
@@ -360,7 +359,7 @@ def make_gymnasium_world(
     of the id; env_options: keyword arguments of the environment; options: of `GymnasiumWorld`, by default those of the
     id's family (see `FAMILIES`). Raises ConfigError on an unknown id, camera or option.
     """
-    check_options(options)
+    check_options(options, make_gymnasium_world)
     family = family_of(env_id)
     if family and (conflict := extra_conflict(family.extra)):
         warnings.warn(f"'{env_id}' may fail:{conflict}", RobopolicyWarning, stacklevel=2)
@@ -383,10 +382,13 @@ def make_gymnasium_world(
     )
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError, suggesting the closest name, on an option that `GymnasiumWorld` does not have."""
-    option_names = set(inspect.signature(GymnasiumWorld).parameters) - {"name", "make_environment", "batch_size"}
-    option_names |= {"env_options"}
+def check_options(options: Mapping[str, Any], make: Callable[..., Any]) -> None:
+    """Raise ConfigError, suggesting the closest name, on an option that neither `GymnasiumWorld` nor `make`, the
+    suite's function, has.
+    """
+    own_names = [name for name, is_required in named_arguments(make).items() if not is_required]
+    option_names = {name for name, is_required in named_arguments(GymnasiumWorld).items() if not is_required}
+    option_names |= {"horizon", "instruction", *own_names}
     for name in options:
         if name not in option_names:
             raise ConfigError(f"Unknown option '{name}' of a gymnasium world.{did_you_mean(name, option_names)}")

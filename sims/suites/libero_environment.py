@@ -19,6 +19,7 @@ import numpy as np
 from gymnasium import spaces
 
 from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.registry import require_types
 from sims.graphics import view_of
 from sims.suites.libero_scene import (
     SCENES_KEPT,
@@ -88,12 +89,18 @@ class LiberoEnvironment(gymnasium.Env):
         shaped: bool = False,
         variation: Any = None,
     ):
+        require_types(LiberoEnvironment, locals(), "world.options.")
         for label, value, known in (("protocol", protocol, (None, *PROTOCOLS)), ("look", look, LOOKS)):
             if value not in known:
                 texts = [each for each in known if each]
                 raise ConfigError(f"{label}={value} is none of {', '.join(texts)}.{did_you_mean(str(value), texts)}")
-        if settle_steps < 0 or fixtures < 0:
-            raise ConfigError("settle_steps and fixtures must be at least 0.")
+        if settle_steps < 0 or not 0 <= fixtures < 2**32:
+            raise ConfigError("settle_steps and fixtures must be at least 0, and fixtures below 2^32.")
+        if protocol and fixtures:
+            raise ConfigError(
+                f"fixtures={fixtures} places them alike in all episodes, but protocol={protocol} has placements of its "
+                "own: unset one of them."
+            )
         self._tasks = tasks_of(name)
         self.task_descriptions = tuple(dict.fromkeys(task.text for task in self._tasks))
         self._protocol, self._fixtures = protocol, fixtures

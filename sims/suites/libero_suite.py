@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.core.returns import SUCCESS
 from robopolicy.core.spec import ImageSize
 from sims.suites.gymnasium_suite import SEED_LIMIT, GymnasiumWorld, check_options
-from sims.suites.libero_environment import LIGHT, OPENPI, open_libero, start_of
+from sims.suites.libero_environment import LIGHT, OPENPI, STATES, open_libero, start_of
 from sims.suites.libero_scene import tasks_of
-from sims.suites.rewards import INCREASE, PROGRESS
+from sims.suites.rewards import INCREASE, PROGRESS, Reward
 
 HORIZONS = {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Control steps until the time limit, as in LeRobot; a suite of LIBERO-PRO has that of the suite that it perturbs."""
@@ -33,7 +34,27 @@ class LiberoWorld(GymnasiumWorld):
 
     def task_names(self, seeds: np.ndarray) -> list[str]:
         """Return the name of the task that each episode with these seeds [E] plays."""
-        return [self._tasks[start_of(int(seed) % SEED_LIMIT, len(self._tasks))[0]] for seed in seeds]
+        return [self._tasks[task] for task, _ in self._starts(seeds)]
+
+    def episode_notes(self, seeds: np.ndarray) -> list[str]:
+        """Return notes on tasks that no episode with these seeds [E] plays, and on initial states that several play."""
+        starts, notes = self._starts(seeds), list[str]()
+        played, tasks = len({task for task, _ in starts}), len(self._tasks)
+        if played < tasks:
+            notes.append(
+                f"These {len(starts)} episodes play {played} of the {tasks} tasks of '{self.spec.name}': their success "
+                f"is not that of the suite, which {STATES * tasks:,} episodes play completely."
+            )
+        if len(set(starts)) < len(starts):
+            notes.append(
+                f"'{self.spec.name}' has {STATES * tasks:,} official initial states, so {len(starts):,} episodes repeat "
+                "some of them: the interval is too narrow where a repeated episode takes the same course."
+            )
+        return notes
+
+    def _starts(self, seeds: np.ndarray) -> list[tuple[int, int]]:
+        """Return task and initial state of the episodes with these seeds [E]."""
+        return [start_of(int(seed) % SEED_LIMIT, len(self._tasks)) for seed in seeds]
 
 
 def make_libero_world(
@@ -60,7 +81,7 @@ def make_libero_world(
     plus 1 at success; or as for any gymnasium environment. options: of `GymnasiumWorld`. Raises ConfigError on unknown
     names and options, and when the extra is missing or does not fit.
     """
-    check_options(options)
+    check_options(options, make_libero_world)
     tasks = tasks_of(name)
     environment = {
         "protocol": protocol,
@@ -71,16 +92,15 @@ def make_libero_world(
         "initial_state": initial_state,
         "shaped": reward == PROGRESS,
         "variation": variation,
-        **(options.pop("env_options", None) or {}),
     }
     settings = {
         "horizon": horizon_of(tasks[0].suite, protocol),
         "instruction": tasks[0].text,
-        "own_task": True,
+        "own_task": options.get("instruction") is None,
         "success_key": "success",
         "success_text": "LIBERO's own check of the goal",
         "clip_actions": True,
-        "reward": INCREASE if reward == PROGRESS else reward,
+        "reward": INCREASE if reward == PROGRESS else Reward(SUCCESS) if reward is None else reward,
         "reward_scale": 2.0,
         "image_size": IMAGE_SIZE if image_size is None and options.get("cameras") else image_size,
     }

@@ -71,7 +71,7 @@ def make_metaworld_world(
     seed. reward: None, progress of Meta-World's own shaped reward, 0 to reward_scale per episode, plus 1 at success; or
     "package.module:function", a potential. Raises ConfigError on an unknown task or option, or without the extra.
     """
-    check_options(options)
+    check_options(options, make_metaworld_world)
     tasks = metaworld_tasks()
     if task not in tasks:
         raise ConfigError(f"Meta-World has no task '{task}'.{did_you_mean(task, tasks)}")

@@ -47,7 +47,7 @@ def make_ogbench_world(
     are OGBench's. The reward is OGBench's own. env_options: keyword arguments of OGBench's environment, such as
     use_oracle_rep=true for the short goal. Raises ConfigError on an unknown task or option, or without the extra.
     """
-    check_options(options)
+    check_options(options, make_ogbench_world)
     env_id, style = split_name(name)
     require_id(env_id)
     play_settings = {"horizon": HORIZON, "terminate_on_success": False} if style else {}

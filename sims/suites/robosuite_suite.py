@@ -57,7 +57,7 @@ def make_robosuite_world(
     does not measure progress); or as for any gymnasium environment. Raises ConfigError on an unknown task or option,
     and when the extra is missing or does not work.
     """
-    check_options(options)
+    check_options(options, make_robosuite_world)
     if task in OBJECT_BY_CHANCE:
         raise ConfigError(
             f"robosuite's '{task}' chooses an object without a seed in every episode, and shows it alone: use "

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from robopolicy.cli import main
-from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.errors import ConfigError, RobopolicyNote, SpecError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import TASK, PolicySpec
-from robopolicy.core.world import task_names
+from robopolicy.core.world import episode_notes, task_names
 from robopolicy.evaluation.instructions import OtherInstruction, controls_of, evaluate_controls
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.report import report_for_run
@@ -19,7 +19,7 @@ from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
 from robopolicy.evaluation.tables import task_table
 from sims.engine import MujocoWorld
 from sims.instructions import WithPlainInstructions
-from sims.registry import load_task, make_world
+from sims.registry import load_task, make_expert, make_world
 from sims.tasks.push_choice import INSTRUCTIONS, PushChoiceExpert
 
 OTHERS = {text: (text.replace("push", "shove"), text.replace("push", "bring")) for text in INSTRUCTIONS}
@@ -171,6 +171,15 @@ def test_a_world_names_its_episodes_tasks_also_behind_a_wrapper():
 
     assert task_names(Wrapper(), np.arange(3)) == ("task 0", "task 1", "task 0")
     assert task_names(Tasks(), np.array([0, 2])) == () and task_names(object(), np.arange(2)) == ()
+
+
+def test_what_a_rate_over_these_episodes_means_is_noted():
+    world = make_world("reach_planar", 1)
+    world.episode_notes = lambda seeds: [f"{len(seeds)} episodes are too few"]
+    with pytest.warns(RobopolicyNote, match="2 episodes are too few"):
+        evaluate_policy(world, make_expert("reach_planar", world.spec), [0, 1])
+    assert episode_notes(object(), np.arange(2)) == ()
+    world.close()
 
 
 def test_the_report_tells_instructions_and_controls_apart(tmp_path):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -16,7 +17,7 @@ from robopolicy.testing.world import check_world
 from sims.names import suite_of
 from sims.registry import make_expert, make_world
 from sims.suites.libero_environment import axis_angle, start_of
-from sims.suites.libero_suite import horizon_of
+from sims.suites.libero_suite import LiberoWorld, horizon_of
 from sims.suites.vector import padded
 
 installed = importlib.util.find_spec("libero") is not None
@@ -404,6 +405,34 @@ def test_names_texts_and_starts():
         make_world("libero/libero_spatial:10", 1)
     with pytest.raises(ConfigError, match=r"protocol=lerobt is none of lerobot, openpi\. Did you mean 'lerobot'"):
         make_world("libero/libero_spatial:3", 1, protocol="lerobt")
+    with pytest.raises(ConfigError, match=r"Unknown option 'protocl' .* Did you mean 'protocol'"):
+        make_world("libero/libero_spatial:3", 1, protocl="lerobot")
+    with pytest.raises(ConfigError, match=r"world\.options\.sleep is 'no', which is not true or false"):
+        make_world("libero/libero_spatial:3", 1, sleep="no")
+    with pytest.raises(ConfigError, match=r"world\.options\.fixtures is 1\.5, which is not an integer"):
+        make_world("libero/libero_spatial:3", 1, fixtures=1.5)
+    with pytest.raises(ConfigError, match="fixtures=3 .* protocol=openpi .* unset one of them"):
+        make_world("libero/libero_spatial:3", 1, fixtures=3, protocol="openpi")
+
+
+@needs_libero
+@pytest.mark.long
+def test_a_given_instruction_replaces_the_tasks_own():
+    world = make_world("libero/libero_object:0", 1, instruction="fetch the soup", horizon=2)
+    assert world.spec.instructions == ("fetch the soup",)
+    assert list(world.reset(seeds=[0])["task"]) == ["fetch the soup"]
+    world.close()
+
+
+def test_what_a_success_rate_of_few_or_repeated_episodes_means_is_told():
+    world = LiberoWorld.__new__(LiberoWorld)  # without a scene, which these notes do not need
+    world._spec, world._tasks = SimpleNamespace(name="libero/libero_90"), [f"{task} text" for task in range(90)]
+    (note,) = world.episode_notes(np.arange(60))
+    assert note.startswith("These 60 episodes play 2 of the 90 tasks of 'libero/libero_90'") and "4,500" in note
+    world._tasks = world._tasks[:1]
+    assert world.episode_notes(np.arange(7, 57)) == []
+    (note,) = world.episode_notes(np.arange(7, 58))
+    assert "50 official initial states, so 51 episodes repeat" in note
 
 
 @needs_libero

@@ -74,6 +74,8 @@ def test_unknown_tasks_and_a_missing_extra_are_told(metaworld, monkeypatch):
         make_world("metaworld/push-v2", 1)
     with pytest.raises(ConfigError, match="Did you mean 'workers'"):
         make_world("metaworld/push-v3", 1, worker=1)
+    with pytest.raises(ConfigError, match="Unknown option 'env_options'"):
+        make_world("metaworld/push-v3", 1, env_options={"render_mode": "human"})
     real = importlib.import_module
 
     def missing(name, package=None):

@@ -177,6 +177,11 @@ def test_pushes_are_the_arcs_that_the_expert_plans_with(contact):
     assert best_length(start, twist, arc[-1]) == pytest.approx(25.0, abs=0.1)
 
 
+def test_an_unknown_option_is_answered_with_the_closest_one():
+    with pytest.raises(ConfigError, match=r"World 'pusht' has no option 'start'\. Did you mean 'starts'"):
+        make_world("pusht", 1, start="diffusion_policy")
+
+
 def test_the_expert_needs_to_see_the_block():
     world = make_world("pusht", 1, observation="agent")
     with pytest.raises(ConfigError, match=r"world.options.observation=keypoints, corners or state"):
