@@ -177,8 +177,9 @@ def recorded_episodes(config: Config, given: Policy | None, world: WorldSpec, de
     recorded = tuple(episodes.rewards or ())
     if recorded and set(recorded) != set(world.rewards):
         warnings.warn(
-            f"online.dataset has the rewards {', '.join(recorded)}, but '{world.name}' pays {', '.join(world.rewards)}, "
-            "and the agent learns from both alike: record the data with the same world.options.reward.",
+            f"online.dataset has the rewards {', '.join(recorded)}, but '{world.name}' pays "
+            f"{', '.join(world.rewards)}, and the agent learns from both alike: record the data with the same "
+            "world.options.reward.",
             RobopolicyWarning,
             stacklevel=2,
         )

@@ -42,13 +42,13 @@ class LiberoWorld(GymnasiumWorld):
         played, tasks = len({task for task, _ in starts}), len(self._tasks)
         if played < tasks:
             notes.append(
-                f"These {len(starts)} episodes play {played} of the {tasks} tasks of '{self.spec.name}': their success "
-                f"is not that of the suite, which {STATES * tasks:,} episodes play completely."
+                f"Only {played} of the {tasks} tasks of '{self.spec.name}' are played (episodes: {len(starts)}): "
+                f"success is not that of the suite, which {STATES * tasks:,} episodes play completely."
             )
         if len(set(starts)) < len(starts):
             notes.append(
-                f"'{self.spec.name}' has {STATES * tasks:,} official initial states, so {len(starts):,} episodes repeat "
-                "some of them: the interval is too narrow where a repeated episode takes the same course."
+                f"'{self.spec.name}' has {STATES * tasks:,} official initial states, so {len(starts):,} episodes "
+                "repeat some of them: the interval is too narrow where a repeated episode takes the same course."
             )
         return notes
 

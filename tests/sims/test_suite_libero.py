@@ -411,7 +411,7 @@ def test_names_texts_and_starts():
         make_world("libero/libero_spatial:3", 1, sleep="no")
     with pytest.raises(ConfigError, match=r"world\.options\.fixtures is 1\.5, which is not an integer"):
         make_world("libero/libero_spatial:3", 1, fixtures=1.5)
-    with pytest.raises(ConfigError, match="fixtures=3 .* protocol=openpi .* unset one of them"):
+    with pytest.raises(ConfigError, match=r"fixtures=3 .* protocol=openpi .* unset one of them"):
         make_world("libero/libero_spatial:3", 1, fixtures=3, protocol="openpi")
 
 
@@ -428,7 +428,7 @@ def test_what_a_success_rate_of_few_or_repeated_episodes_means_is_told():
     world = LiberoWorld.__new__(LiberoWorld)  # without a scene, which these notes do not need
     world._spec, world._tasks = SimpleNamespace(name="libero/libero_90"), [f"{task} text" for task in range(90)]
     (note,) = world.episode_notes(np.arange(60))
-    assert note.startswith("These 60 episodes play 2 of the 90 tasks of 'libero/libero_90'") and "4,500" in note
+    assert note.startswith("Only 2 of the 90 tasks of 'libero/libero_90' are played") and "4,500" in note
     world._tasks = world._tasks[:1]
     assert world.episode_notes(np.arange(7, 57)) == []
     (note,) = world.episode_notes(np.arange(7, 58))
