@@ -205,7 +205,8 @@ def test_recorded_data_of_online_learning_have_the_classifiers_success_and_the_w
     world = world_with()
     write_dataset(record(world, expert(world), np.arange(8)), tmp_path / "data")
     world.close()
-    config = compose([f"online.dataset={tmp_path / 'data'}", "world.name=reach_planar", f"world.success={liar}"])
+    settings = ["world.name=reach_planar", f"world.success={liar}", "online.method=actions"]
+    config = compose([*settings, f"online.dataset={tmp_path / 'data'}"])
     lied_to = world_with(liar)
     found = recorded_episodes(config, None, lied_to.spec, torch.device("cpu"))
     assert found.success.sum() > read_dataset(tmp_path / "data").success.sum()
