@@ -215,8 +215,9 @@ def _called(name: str, make: Any, batch_size: int, options: dict[str, Any]) -> W
     if not callable(make):
         raise ConfigError(f"World '{name}' is {make!r}: it must be a class, a function, a Task or a gymnasium.Env.")
     try:
-        if not any(each.kind is each.VAR_KEYWORD for each in signature(make).parameters.values()):
-            _require_known(name, options, list(named_arguments(make))[1:])
+        known = list(named_arguments(make))[1:]
+        if "seed" in known and all(each.kind is not each.VAR_KEYWORD for each in signature(make).parameters.values()):
+            _require_known(name, options, known)
         if options.get("cameras") and "image_size" not in options and named_arguments(make).get("image_size"):
             options = {**options, "image_size": DEFAULT_IMAGE_SIZE[0]}  # a world that has no size of its own
         world: Any = make(batch_size, **options)
