@@ -136,7 +136,7 @@ def task_names(world: object, seeds: Array) -> tuple[str, ...]:
 
 
 def episode_notes(world: object, seeds: Array) -> tuple[str, ...]:
-    """Return what a reader of a success rate over episodes with these seeds [E] should know, such as repeated initial
+    """Return notes for readers of a success rate over episodes with these seeds [E], such as repeated initial
     states; a world says it in a method `episode_notes(seeds)`.
     """
     inner = _innermost_with(world, "episode_notes")
