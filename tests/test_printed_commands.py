@@ -37,6 +37,7 @@ NO_SETTING = re.compile(
 )
 """Files, modules, methods, columns and options that are called like settings."""
 FILLED = {"NUMBER": "3", "N": "3", "PORT": "3", "d": "3", "my_module:MyPolicy": "diffusion", "<id>": "Reacher-v5"}
+FILLED["<warm>"] = "runs/train/push_t/0/checkpoint"
 TOGETHER = {
     "collect.chains": "policy that records", "collect.correct.no_progress_steps": "policy",
     "collect.correct.max_policy_steps": "policy", "collect.correct.detector": "policy",
@@ -47,8 +48,11 @@ TOGETHER = {
     "online.dataset": "method", "online.extra_datasets": "method", "online.offline_ratio": "method",
     "offline.data": "model", "success.relabelled": "classifier", "world.success_reward": "success",
     "gate.evaluators": "not none", "policy.token.lora_rank": "model", "pipeline.changes.offline": "stages",
+    "imagine.refresh_uncertainty": "refresh_every",
 }  # fmt: skip
-"""Settings that compose beside another one alone, which the texts name; here their names are checked."""
+"""Settings that compose beside another one alone, which the texts name, as all of plan beside its model; here their
+names are checked.
+"""
 
 
 def texts(path: Path) -> Iterator[str]:
@@ -113,7 +117,7 @@ def composed(key: str, value: str) -> None:
 def filled(value: str) -> str:
     """Return a value as somebody would type it, its placeholders filled in."""
     return re.sub(
-        r"\b(?:NUMBER|PORT|N|d|my_module:MyPolicy)\b|<id>",
+        r"\b(?:NUMBER|PORT|N|d|my_module:MyPolicy)\b|<id>|<warm>",
         lambda found: FILLED[found[0]],
         value.replace(",...", "").rstrip(".:"),
     )
@@ -145,6 +149,7 @@ def test_settings_with_a_value_compose():
         if (
             not whole
             or key in TOGETHER
+            or key.startswith("plan.")
             or key in MOVED
             or not has(typing.get_type_hints(Config)[key.split(".")[0]], key.split(".")[1:])
         ):
