@@ -279,7 +279,12 @@ def error_table(task: str, kinds: Mapping[str, Mapping[str, Any]]) -> Table:
                 sum(row[figure] for row in runs) / len(runs) for figure in ("minutes", "steps_per_second")
             )
             lines.append([f"{name}, {kind.replace('_', ' ')}", *means["model"], f"{minutes:.1f}", f"{speed:,.0f}"])
-    header = ["object", *(f"{horizon} steps" for horizon in HORIZONS), "minutes of training", "steps per CPU second"]
+    header = [
+        "object",
+        *(f"{horizon} step{'s' * (horizon > 1)}" for horizon in HORIZONS),
+        "minutes of training",
+        "steps per CPU second",
+    ]
     return Table(f"{task}: error of the imagined place, mm, mean over seeds", header, lines)
 
 
