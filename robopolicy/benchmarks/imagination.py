@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 
 from robopolicy.benchmarks.rates import pooled, rate_of, rate_text, spread_text
-from robopolicy.benchmarks.runs import IMAGE_MODELS, chosen_from, demonstrations, modelled, pretrained, settings_of
+from robopolicy.benchmarks.runs import (
+    IMAGE_MODELS,
+    chosen_from,
+    demonstrations,
+    modelled,
+    pipeline_overrides,
+    pretrained,
+    settings_of,
+)
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.run import RunFolder
@@ -129,8 +137,7 @@ def tuned_in_imagination(config: Config, root: Path, task: str, name: str, seed:
         if task not in arm.pipelines:
             raise ConfigError(f"bench.only: '{name}' has no recipe for {task}; tasks: {', '.join(arm.pipelines)}.")
         run = f"run.root={root / task}", f"run.name={label}", f"run.seed={seed}", f"run.threads={config.run.threads}"
-        overrides = f"pipeline.overrides=[{','.join(repr(each) for each in config.bench.overrides)}]"
-        pipeline.run(compose([f"recipe={arm.pipelines[task]}", *run, overrides]))
+        pipeline.run(compose([f"recipe={arm.pipelines[task]}", *run, pipeline_overrides(config.bench.overrides)]))
         return root / task / "pipeline" / label / str(seed) / "imagine" / "imagined" / str(seed)
     folder = root / task / "imagine" / label / str(seed)
     if not is_complete(folder):

@@ -13,7 +13,7 @@ from typing import Any
 from rich.rule import Rule
 
 from robopolicy.benchmarks.rates import rate_text, spread_text
-from robopolicy.benchmarks.runs import FORMER_PPO, each_task
+from robopolicy.benchmarks.runs import FORMER_PPO, each_task, pipeline_overrides
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
 from robopolicy.evaluation.tables import stage_summary
@@ -41,10 +41,9 @@ def measure(config: Config, root: Path, task: str, seed: str) -> dict[str, Any]:
     """Return the summary of every stage on one task and seed; see `stage_summary`."""
     folder = root / "pipeline" / task / seed
     given = *FORMER_PPO.get(task, ()), *config.bench.overrides
-    overrides = ",".join(f"'{each}'" for each in given)
     shared_settings = [f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"]
     if not is_complete(folder):
-        arguments = [f"pipeline.recipe={task}", f"pipeline.overrides=[{overrides}]"]
+        arguments = [f"pipeline.recipe={task}", pipeline_overrides(given)]
         pipeline.run(compose([f"recipe={PIPELINES.get(task, 'rl100')}", *shared_settings, *arguments]))
     result_of_pipeline = read_json(folder / "result.json")
     single_stages: dict[str, Any] = {}

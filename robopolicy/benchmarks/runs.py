@@ -270,6 +270,11 @@ def settings_of(config: Config, root: Path, task: str, seed: int, recipe: str = 
     return [*recipe_settings, *run, *config.bench.overrides]
 
 
+def pipeline_overrides(settings: Sequence[str]) -> str:
+    """Return the argument that gives `settings` to every stage of a pipeline."""
+    return f"pipeline.overrides=[{','.join(map(repr, settings))}]"
+
+
 def seen_by(*cameras: str) -> tuple[str, ...]:
     """Return the settings of a policy that reads its own joints and these cameras only."""
     keys = ",".join(("observation.state", *(f"observation.images.{camera}" for camera in cameras)))

@@ -123,7 +123,7 @@ class RunningRows:
         """Return the next chunk [B, C, A] float64, zero in rows that were not asked; raises as `PolicyActor.choose`."""
         running = self.player.running
         count = size = len(running)
-        while size // 2 >= running.sum() and size > 1:
+        while size // 2 >= max(1, running.sum()):
             size //= 2
         rows = np.sort(np.argsort(~running, kind="stable")[:size])
         generator = self.actor.generator
